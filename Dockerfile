@@ -15,7 +15,7 @@ ARG CPU_INDEX=""
 RUN pip install --no-cache-dir torch==2.13.0 ${CPU_INDEX:+-i "$CPU_INDEX"}
 COPY --from=wheel /wheels /wheels
 COPY constraints.txt /wheels/
-RUN pip install --no-cache-dir -c /wheels/constraints.txt "$(ls /wheels/*.whl)[demo]"
+RUN pip install --no-cache-dir -c /wheels/constraints.txt /wheels/*.whl
 RUN useradd --create-home trainer && mkdir /work && chown trainer /work
 USER trainer
 WORKDIR /work

@@ -4,12 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 INSTALLED_DEMO := $(VENV)/installed-demo
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Compiling all of torch and transformers would take longer than the rest of the installation: Python compiles and keeps
+# what is imported.
+# Only errors: pip has warnings about editable installations, which this one is meant to be.
+PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-long soak lint lock bench test-gpu wheel changelog clean help
 
 help:
-	@echo "make demo   train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1"
+	@echo "make demo   train a small network on handwritten digits in ten modes, and survive a kill"
 	@echo "make test   everything that guards the promises"
 	@echo "make test-long  tests that take their time: whole runs full of faults, hosts that come and go, the demo"
 	@echo "make soak   tens of thousands of simulated runs full of faults, elastic and with servers, every layout with every model, and a real run with 300 kills"
@@ -20,8 +24,10 @@ help:
 	@echo "make lock INDEX=URL  write requirements.lock anew, with the hashes that this package index states"
 	@echo "make lint   ruff and mypy --strict alone (part of make test)"
 
+# Python 3.11 brings a pip that takes twice the time of a recent one.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip==26.3
 
 NATIVE := setup.py $(wildcard manyhands/native/*.c manyhands/native/*.h)
 
@@ -30,7 +36,7 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	touch $(INSTALLED) $(INSTALLED_DEMO)
 
 $(INSTALLED_DEMO): pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
-	$(PIP_INSTALL) -e '.[demo]'
+	$(PIP_INSTALL) -e .
 	touch $(INSTALLED_DEMO)
 
 demo: $(INSTALLED_DEMO)
@@ -59,7 +65,7 @@ soak: $(INSTALLED)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 	$(BIN)/python -m tests.simulation --served --seeds $(SERVED_SEEDS)
 	$(BIN)/python -m pytest -n 1 -m 'long or not long' tests/layouts
-	$(BIN)/python -m bench.soak --kills $(KILLS)
+	$(BIN)/python -m bench.recovery.soak --kills $(KILLS)
 
 # For a machine with one or two CUDA devices, in five minutes. Without one the tests skip, and the report ends with 3.
 test-gpu: $(INSTALLED)

@@ -17,7 +17,8 @@ def long_description() -> str:
     """The README as a package index can show it: links to files lead to `PAGES`, or are no links where it is empty."""
     text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
     to = rf"[\1]({PAGES}\2)" if PAGES else r"\1"
-    text = re.sub(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", to, text)
+    mark = "" if PAGES else "!?"  # of a picture, which is its description then
+    text = re.sub(mark + r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", to, text)
     return text if PAGES else f"{text}\nThe pages named here (docs/...) are in the source distribution.\n"
 
 

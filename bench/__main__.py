@@ -1,7 +1,8 @@
 """`python -m bench [NAME ...]`: side-by-side measurements on this machine; without a name, all that can run here.
 
-A name is that of a row or of a benchmark; `--list` has them. A row that cannot run is printed with the reason, and
-counts as neither met nor missed.
+A name is that of a row or of a benchmark; `--list` has them. `modes` compares our strategies with each other, and is
+only measured when it is asked for; `modes small link` is some of its parts: small, wide, deep, link. A row that cannot
+run is printed with the reason, and counts as neither met nor missed.
 """
 
 from __future__ import annotations
@@ -14,25 +15,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import (
-    accuracy,
-    averaging,
-    collectives,
-    ddp,
-    divided,
-    hosts,
-    memory,
-    others,
-    overhead,
-    picture,
-    recovery,
-    report,
-    served,
-)
-from bench.child import ScriptFailed
-from bench.compare import Measured, Size, judge
-from bench.machine import describe, machine
-from bench.table import Row, chosen
+from bench.driver.child import ScriptFailed
+from bench.hosts import accuracy, averaging, hosts
+from bench.layouts import divided
+from bench.modes import modes, modes_report
+from bench.modes.networks import NETWORKS
+from bench.recovery import recovery
+from bench.replicas import collectives, ddp, memory, others, overhead
+from bench.results import picture, report
+from bench.results.compare import Measured, Size, judge
+from bench.results.machine import describe, machine
+from bench.results.table import Row, chosen
+from bench.servers import served
 
 DEFAULT_BLOCKS = 15
 DEFAULT_BLOCK_S = 0.6
@@ -64,6 +58,8 @@ MEASURES = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(argv)
+    if asked.names[:1] == ["modes"]:
+        return _modes(parser, asked)
     try:
         rows = chosen(asked.names)
     except ValueError as error:
@@ -81,6 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         page.with_suffix(".svg").write_text(picture.draw(results))
         report.write_into(page, report.markdown(found, page.with_suffix(".svg").name))
     return 1 if any("failed" in result for result in results) else 0
+
+
+def _modes(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
+    """No targets and no peers: the strategies, side by side."""
+    parts = (*NETWORKS, "link")
+    if unknown := [name for name in asked.names[1:] if name not in parts]:
+        parser.error(f"modes has no {', '.join(unknown)}; it has {', '.join(parts)}")
+    facts, blocks, launches = machine(), asked.blocks, asked.launches or 1
+    _say(describe(facts))
+    results = modes.measure(asked.names[1:] or parts, blocks, asked.seconds, launches)
+    size = {"blocks": blocks, "block_s": asked.seconds, "launches": launches}
+    found = {"date": date.today().isoformat(), "machine": facts, **size, "results": results}
+    print(json.dumps(found, indent=2) if asked.json else modes_report.text(found))
+    if asked.write:
+        words = modes_report.CHINESE if "zh" in Path(asked.write).parts else modes_report.ENGLISH
+        report.write_into(Path(asked.write), modes_report.markdown(found, words))
+    rows = [row for part in results.values() if isinstance(part, list) for row in part]
+    return 1 if any("failed" in row for row in rows) else 0
 
 
 def _parser() -> argparse.ArgumentParser:

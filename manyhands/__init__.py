@@ -3,12 +3,13 @@
 The names below are public, and only those:
 
 - train: `Trainer`, or `join` for a user loop, which gets `Hands`; `Checkpoints`, `EarlyStop`, `TensorBoardHook`,
-  `InputContext`, `History`, `launch`, `read_events`
+  `Dataset`, `InputContext`, `History`, `launch`, `read_events`
 - strategies: `Single`, `Mirrored` (also as `MultiWorker`), `CentralStorage`, `ParameterServer`, `Sharded`,
   `TensorParallel`, `PipelineParallel`, `Mesh`, `LocalSGD`
 - a cluster, task by task: `ClusterSpec`, `Server`
-- modules: `nn` (embeddings), `optim` (FTRL, optimizers of rows), `order` (of samples), `dispatch` (calls to a cluster),
-  `errors` (`ManyhandsError` is the base of all of them)
+- modules: `nn` (embeddings), `optim` (FTRL, optimizers of rows), `order` (of samples), `images` (augmentation),
+  `dispatch` (calls to a cluster), `distribute` (TensorFlow's names), `errors` (`ManyhandsError` is the base of all of
+  them)
 
 Importing them is cheap: modules that need torch are imported on first use.
 """
@@ -23,9 +24,12 @@ from manyhands.errors import ManyhandsError
 
 if TYPE_CHECKING:
     from manyhands import dispatch as dispatch
+    from manyhands import distribute as distribute
+    from manyhands import images as images
     from manyhands import nn as nn
     from manyhands import optim as optim
     from manyhands import order as order
+    from manyhands.data.pipeline.dataset import Dataset as Dataset
     from manyhands.data.sources.as_source import InputContext as InputContext
     from manyhands.launcher.cluster_server import Server as Server
     from manyhands.launcher.function_launch import launch as launch
@@ -55,6 +59,7 @@ _HOME = {
     "CentralStorage": "strategies.choices",
     "Checkpoints": "training.state.checkpointing",
     "ClusterSpec": "spec.cluster",
+    "Dataset": "data.pipeline.dataset",
     "EarlyStop": "training.step.hooks",
     "Hands": "training.own_loop",
     "History": "training.history",
@@ -75,7 +80,7 @@ _HOME = {
     "launch": "launcher.function_launch",
     "read_events": "observe.run_events",
 }
-_MODULES = ("dispatch", "nn", "optim", "order")
+_MODULES = ("dispatch", "distribute", "images", "nn", "optim", "order")
 _RENAMED = {
     "Cluster": "mh.dispatch.Cluster",
     "Coordinator": "mh.dispatch.Dispatcher",
@@ -93,6 +98,7 @@ __all__ = [
     "CentralStorage",
     "Checkpoints",
     "ClusterSpec",
+    "Dataset",
     "EarlyStop",
     "Hands",
     "History",
@@ -111,7 +117,9 @@ __all__ = [
     "TensorParallel",
     "Trainer",
     "dispatch",
+    "distribute",
     "errors",
+    "images",
     "join",
     "launch",
     "nn",

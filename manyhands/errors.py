@@ -4,6 +4,7 @@
     ├── UsageError                   2  the request cannot work
     │   ├── SpecError                   a setting: unknown, mistyped, or in conflict
     │   ├── ClusterError                TF_CONFIG, a cluster spec, a join file
+    │   ├── NotHere                     a name of TensorFlow without a meaning here
     │   ├── DataError                   the data given to `fit`, `evaluate` or `predict`
     │   ├── RunDirectoryInUse           another live run uses the directory
     │   └── RunFinished                 the directory has a finished run
@@ -53,6 +54,7 @@ __all__ = [
     "ManyhandsError",
     "MemoryChanged",
     "NonFinite",
+    "NotHere",
     "PartLost",
     "PeerLost",
     "PeerTimeout",
@@ -101,6 +103,10 @@ class SpecError(UsageError):
 
 
 class ClusterError(UsageError):
+    pass
+
+
+class NotHere(UsageError):
     pass
 
 

@@ -100,6 +100,11 @@ def _in_place() -> Any:
 
 NAMES = (
     PrivateName("torch.utils._pytree", "nested batches and outputs", ALL),
+    PrivateName(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "the graph of a model that cannot be exported",
+        instead="mh graph fails for such a model, and nothing else does",
+    ),
     PrivateName("torch._foreach_add_", "sums of many gradients in one call", instead="a loop over tensors"),
     PrivateName("torch._foreach_copy_", "copies of many tensors in one call", instead="a loop over tensors"),
     PrivateName("torch._foreach_mul_", "clipping and loss scaling in one call", instead="a loop over tensors"),

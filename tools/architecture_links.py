@@ -1,8 +1,8 @@
-"""Renews the line numbers in docs/architecture.md: `python -m tools.architecture_links`; `--check` only compares them.
+"""Renews the line numbers in docs/architecture.md and its Chinese twin: `python -m tools.architecture_links`.
 
 A link to a function, class or constant is written as [`Class.method`](../manyhands/folder/file.py#L0); this tool puts
-in the line on which the name is defined, in Python or in C. `--counts` prints how many files each
-walk on the page has, and how often it changes folder and package. Start reading at `renewed`.
+in the line on which the name is defined, in Python or in C. `--check` only compares. `--counts` prints how many files
+each walk on the page has, and how often it changes folder and package. Start reading at `renewed`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\((?P<path>\.\./[\w/]+\.(?:py|c|h))#L(?P<line>\d+)\)")
+CHINESE_PAGE = ROOT / "docs" / "zh" / "architecture.md"
+LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\((?P<path>(?:\.\./)+[\w/]+\.(?:py|c|h))#L(?P<line>\d+)\)")
+WALK = "(?:Walk: |路线：)"
 
 
 class Counts(NamedTuple):
@@ -54,8 +56,13 @@ def definitions(path: Path) -> dict[str, int]:
 
 
 def line_of(path: str, name: str) -> int | None:
-    file = (PAGE.parent / path).resolve()
+    """The line of a name in a file that a page links to, as seen from that page."""
+    file = ROOT / _from_root(path)
     return definitions(file).get(name) if file.is_file() else None
+
+
+def _from_root(path: str) -> str:
+    return path.replace("../", "")
 
 
 def unresolved(text: str) -> list[str]:
@@ -78,7 +85,7 @@ def section(text: str, heading: str) -> str:
 
 def files_in(text: str) -> list[str]:
     """The files that a text links to, below manyhands/, in order."""
-    return [found["path"].removeprefix("../manyhands/") for found in LINK.finditer(text)]
+    return [_from_root(found["path"]).removeprefix("manyhands/") for found in LINK.finditer(text)]
 
 
 def counts(files: Sequence[str]) -> Counts:
@@ -91,7 +98,7 @@ def counts(files: Sequence[str]) -> Counts:
 
 def walks(text: str) -> dict[str, str]:
     """The walks of the page by heading: numbered lists, without what follows them."""
-    headings = re.findall(r"^### Walk: .*$", text, re.M)
+    headings = re.findall(rf"^### {WALK}.*$", text, re.M)
     return {heading: "\n".join(re.findall(r"^(?:\d+\.|   ).*$", section(text, heading), re.M)) for heading in headings}
 
 
@@ -100,18 +107,24 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if a line number is not current")
     parser.add_argument("--counts", action="store_true", help="print the files and changes of folder of each walk")
     asked = parser.parse_args()
-    before = PAGE.read_text()
+    if asked.counts:
+        for heading, text in walks(PAGE.read_text()).items():
+            print(f"{heading.removeprefix('### Walk: ')}: {counts(files_in(text))}")
+        return 0
+    return max([_renew(page, only_check=asked.check) for page in (PAGE, CHINESE_PAGE)])
+
+
+def _renew(page: Path, *, only_check: bool) -> int:
+    before = page.read_text()
     after = renewed(before)
     for link in unresolved(before):
-        print(f"no such name: {link}", file=sys.stderr)
-    if asked.counts:
-        for heading, text in walks(before).items():
-            print(f"{heading.removeprefix('### Walk: ')}: {counts(files_in(text))}")
-    elif asked.check:
-        print("current" if after == before else "python -m tools.architecture_links renews the line numbers")
+        print(f"{page.relative_to(ROOT)}: no such name: {link}", file=sys.stderr)
+    if only_check:
+        state = "current" if after == before else "python -m tools.architecture_links renews the line numbers"
+        print(f"{page.relative_to(ROOT)}: {state}")
     else:
-        PAGE.write_text(after)
-    return int(bool(unresolved(before)) or (asked.check and after != before))
+        page.write_text(after)
+    return int(bool(unresolved(before)) or (only_check and after != before))
 
 
 if __name__ == "__main__":

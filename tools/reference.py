@@ -31,9 +31,14 @@ GROUPS = {
         *("ParameterServer", "LocalSGD"),
     ],
     "Data and embeddings": [
-        *("InputContext", "order.Weighted", "order.ByLength", "nn.Embedding", "nn.EmbeddingBag"),
+        *("Dataset", "InputContext", "order.Weighted", "order.ByLength", "nn.Embedding", "nn.EmbeddingBag"),
         *("optim.rows.RowOptimizer", "optim.rows.SGD", "optim.rows.Adagrad", "optim.rows.RowwiseAdagrad"),
         *("optim.rows.Adam", "optim.rows.FTRL", "optim.rows.step"),
+    ],
+    "Augmentation of pictures": [
+        *("images.decode", "images.class_names", "images.to_float", "images.resize", "images.center_crop"),
+        *("images.random_crop", "images.random_resized_crop", "images.random_flip", "images.color_jitter"),
+        "images.normalize",
     ],
     "Optimizers that torch does not have": ["optim.FTRL"],
     "Clusters": [
@@ -44,7 +49,7 @@ GROUPS = {
 ALIASES = {"MultiWorker": "Mirrored"}
 MADE_BY_US = ("Hands", "dispatch.RemoteValue", "History", "optim.rows.RowOptimizer")
 WITH_METHODS = (
-    *("Trainer", "Hands", "ClusterSpec", "Server"),
+    *("Trainer", "Hands", "ClusterSpec", "Server", "Dataset"),
     *("dispatch.Cluster", "dispatch.Dispatcher", "dispatch.RemoteValue", "dispatch.RemoteWorker"),
 )
 

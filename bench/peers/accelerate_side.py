@@ -13,9 +13,9 @@ import accelerate
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
-from bench.models import HandLoop, make_data, make_model, optimizer_of
-from bench.turns import Turns, take_turns
-from bench.workloads import WORKLOADS
+from bench.driver.turns import Turns, take_turns
+from bench.programs.models import HandLoop, make_data, make_model, optimizer_of
+from bench.programs.workloads import WORKLOADS
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy
 
-from bench.models import HandLoop, make_data, make_model, optimizer_of
-from bench.turns import Turns, take_turns
-from bench.workloads import WORKLOADS
+from bench.driver.turns import Turns, take_turns
+from bench.programs.models import HandLoop, make_data, make_model, optimizer_of
+from bench.programs.workloads import WORKLOADS
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from bench.models import loss, make_data, make_model, optimizer_of
-from bench.turns import Turns, take_turns
-from bench.workloads import SERVED_ROWS, WORKLOADS
+from bench.driver.turns import Turns, take_turns
+from bench.programs.models import loss, make_data, make_model, optimizer_of
+from bench.programs.workloads import SERVED_ROWS, WORKLOADS
 
 Arrays = list[np.ndarray[Any, np.dtype[np.float32]]]
 Weights = dict[str, Tensor] | Arrays

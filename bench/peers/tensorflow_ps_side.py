@@ -26,8 +26,8 @@ os.environ["GRPC_FAIL_FAST"] = "use_caller"
 import numpy as np
 import tensorflow as tf
 
-from bench.turns import Turns, take_turns
-from bench.workloads import SERVED_ROWS, WORKLOADS
+from bench.driver.turns import Turns, take_turns
+from bench.programs.workloads import SERVED_ROWS, WORKLOADS
 
 WIDTHS = (784, 2048, 2048, 2048, 10)
 LEARNING_RATE, MOMENTUM = 0.001, 0.9

@@ -11,9 +11,9 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
+from bench.driver.turns import Turns, take_turns
 from bench.peers.tensorflow_ps_side import addresses, start
-from bench.turns import Turns, take_turns
-from bench.workloads import SPARSE_BATCH, SPARSE_DIM, SPARSE_IDS, SPARSE_PER_ROW
+from bench.programs.workloads import SPARSE_BATCH, SPARSE_DIM, SPARSE_IDS, SPARSE_PER_ROW
 
 import tensorflow as tf  # isort: skip  the line above sets its environment up
 

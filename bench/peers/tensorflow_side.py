@@ -21,8 +21,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import numpy as np
 import tensorflow as tf
 
-from bench.turns import Turns, take_turns
-from bench.workloads import WORKLOADS
+from bench.driver.turns import Turns, take_turns
+from bench.programs.workloads import WORKLOADS
 
 WIDTHS = {"mlp-10m": (784, 2048, 2048, 2048, 10)}
 NUM_ROWS = 4096

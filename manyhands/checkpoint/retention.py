@@ -39,7 +39,7 @@ def expendable(
 
     Also never the newest of the `trusted` ones: if later ones turn out to be wrong, a run continues from it.
     """
-    kept = set(range(max(1, keep_last)))
+    kept = set(range(max(1, min(keep_last, len(results)))))
     if True in trusted:
         kept.add(list(trusted).index(True))
     if best is not None and (index := best.pick(results)) is not None:

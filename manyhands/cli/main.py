@@ -28,10 +28,12 @@ from manyhands.supported import check_system
 __all__ = ["COMMANDS", "cli", "main", "report"]
 
 COMMANDS = {
-    "demo": "Train on handwritten digits with 2 workers, kill one, stop, resume on 1, report.",
+    "demo": "Train on handwritten digits in ten modes, compare them, and survive a kill.",
     "run": "Train: start workers for a script or module on this host.",
     "tune": "Find the fastest settings for a script on this machine, by measurement.",
+    "profile": "Find what holds a run back: data, the exchange between workers, or computation.",
     "plan": "Show how a script's model would be split over workers, and the memory that each needs.",
+    "graph": "Draw the data-flow graph of a script's model.",
     "check": "Compare a script's result under every layout with that of one process.",
     "chaos": "Inject random faults into a script's run, and report how it recovered.",
     "agent": "Add this host to a run that waits for more hosts.",
@@ -48,7 +50,7 @@ COMMANDS = {
 
 FOLDERS = {
     "start": ("demo", "run", "chaos", "agent"),
-    "explore": ("tune", "plan", "check"),
+    "explore": ("tune", "profile", "plan", "graph", "check"),
     "runs": ("stop", "scale", "status", "logs", "ckpt"),
     "machine": ("config", "doctor", "keygen"),
 }

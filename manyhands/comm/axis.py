@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from manyhands.comm.device_groups import GroupsByDevice
+from manyhands.comm.handed_over import count_handed_over
 from manyhands.comm.peer_waits import Waiting, different_collectives, waits_for_peers
 from manyhands.errors import PeerLost, PeerTimeout, TrainingFailed
 
@@ -108,11 +109,13 @@ class Axis:
         """Sum in place over the ranks, in the backend's order: independent of the grouping for two ranks only."""
         if self.size == 1:
             return CompletedWork()
+        count_handed_over(tensor.nbytes)
         return self._start(lambda group: group.allreduce([tensor]), name)
 
     def all_to_all_start(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], name: str
     ) -> Pending:
+        count_handed_over(input.nbytes)
         return self._start(lambda group: group.alltoall_base(output, input, output_sizes, input_sizes), name)
 
     def all_gather_start(self, output: torch.Tensor, input: torch.Tensor, name: str) -> Pending:
@@ -120,7 +123,14 @@ class Axis:
         if self.size == 1:
             output.copy_(input.view_as(output))
             return CompletedWork()
+        count_handed_over(input.nbytes)
         return self._start(lambda group: group._allgather_base(output, input), name)
+
+    def all_gather(self, mine: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensors of all ranks, which have the same shape, stacked in rank order."""
+        gathered = mine.new_empty(self.size, *mine.shape)
+        self.all_gather_start(gathered.view(-1), mine.reshape(-1), name).wait()
+        return gathered
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, name: str) -> None:
         """`input` has one chunk per rank; `output` becomes the sum of this rank's chunks. Overwrites `input`."""
@@ -129,6 +139,7 @@ class Axis:
 
     def send_start(self, tensor: torch.Tensor, to: int, tag: int, name: str) -> Pending:
         """Send to one rank, which receives with the same tag. The tensor must not change until the send is done."""
+        count_handed_over(tensor.nbytes)
         return self._start(lambda group: group.send([tensor], to, tag), name, polls_lost=False)
 
     def receive_start(self, tensor: torch.Tensor, source: int, tag: int, name: str) -> Pending:
@@ -140,25 +151,19 @@ class Axis:
         if self.size == 1:
             return [data]
         name_crc = zlib.crc32(name.encode())
-        headers = self._all_gather(torch.tensor([len(data), name_crc]), f"{name} (lengths)")
+        headers = self.all_gather(torch.tensor([len(data), name_crc]), f"{name} (lengths)")
         if bool((headers[:, 1] != name_crc).any()):
             raise self._different_names(name)
         lengths = headers[:, 0]
         longest = int(lengths.max())
         if longest == 0:
             return [b""] * self.size
-        gathered = self._all_gather(_padded(data, longest), name)
+        gathered = self.all_gather(_padded(data, longest), name)
         return [gathered[r, : int(lengths[r])].numpy().tobytes() for r in range(self.size)]
-
-    def _all_gather(self, mine: torch.Tensor, name: str) -> torch.Tensor:
-        """One line per rank; all ranks pass vectors of the same size."""
-        everyone = torch.empty(self.size * len(mine), dtype=mine.dtype)
-        self.all_gather_start(everyone, mine, name).wait()
-        return everyone.view(self.size, len(mine))
 
     def _different_names(self, name: str) -> TrainingFailed:
         """Every rank calls this: each has received a name that differs from its own."""
-        names = self._all_gather(_padded(name.encode()[:NAME_BYTES], NAME_BYTES), "what ranks do")
+        names = self.all_gather(_padded(name.encode()[:NAME_BYTES], NAME_BYTES), "what ranks do")
         return different_collectives(
             {rank: line.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for rank, line in enumerate(names)}
         )
@@ -180,6 +185,7 @@ class Axis:
 
     def _broadcast(self, raw: torch.Tensor, source: int, name: str) -> None:
         options = _broadcast_options(source)
+        count_handed_over(raw.nbytes if self.rank == source else 0)
         self._start(lambda group: group.broadcast([raw], options), name).wait()
 
     def barrier(self, name: str) -> None:

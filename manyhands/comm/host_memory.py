@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import psutil
 from manyhands.errors import EnvironmentProblem
 from manyhands.native import library
 
-__all__ = ["HostMemory", "Segment", "all_bytes", "free_bytes"]
+__all__ = ["HostMemory", "Memory", "Segment", "all_bytes", "free_bytes"]
 
 CGROUP = Path("/sys/fs/cgroup")
 LARGE_PAGE = 2**21
@@ -57,6 +58,10 @@ class Segment:
         del self._first
         with contextlib.suppress(BufferError):
             self.buffer.close()
+
+
+Memory = Callable[[str, int], Segment]
+"""A region by name, the same for every process that requests it; `EnvironmentProblem` where there is no room."""
 
 
 class _Plane(NamedTuple):

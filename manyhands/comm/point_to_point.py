@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from manyhands.comm.axis import Axis, Pending
-from manyhands.comm.tensor_messages import Frame, pack, unpack
+from manyhands.comm.tensor_messages import pack, unpack
+from manyhands.comm.transport import Frame
 
 __all__ = ["FollowingMessages", "Messages", "PointToPoint", "frames_of", "headed"]
 

@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from manyhands.comm.handed_over import count_handed_over
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.peer_waits import Waiting, different_collectives, waits_for_peers
 from manyhands.errors import EnvironmentProblem, PeerLost, PeerTimeout
@@ -80,6 +81,7 @@ class Plane:
     def all_reduce_(self, tensor: Tensor, program: bytes, name: str) -> None:
         """Sum in place over the ranks."""
         kind, began = _kind(tensor), perf_counter()
+        count_handed_over(tensor.nbytes)
         library.set_purpose(self._plane, name)
         code = library.all_reduce(self._plane, tensor.data_ptr(), tensor.numel(), kind, program, self._timeout_ns)
         self._add_wait(began, code, name)
@@ -89,6 +91,7 @@ class Plane:
         """`input` has one chunk per rank; `output` becomes the sum of this rank's chunks."""
         assert input.numel() == self.world * output.numel() and input.dtype == output.dtype
         kind, _ = _kind(input), _kind(output)
+        count_handed_over(input.nbytes)
         library.set_purpose(self._plane, name)
         self._check(
             library.reduce_scatter(
@@ -101,6 +104,7 @@ class Plane:
     def all_gather(self, output: Tensor, input: Tensor, name: str) -> None:
         """`output` becomes the concatenation of all ranks' `input`s."""
         assert output.is_contiguous() and input.is_contiguous() and output.nbytes == self.world * input.nbytes
+        count_handed_over(input.nbytes)
         began = perf_counter()
         library.set_purpose(self._plane, name)
         code = library.all_gather(self._plane, output.data_ptr(), input.data_ptr(), input.nbytes, self._timeout_ns)
@@ -109,6 +113,7 @@ class Plane:
     @waits_for_peers
     def broadcast_(self, tensor: Tensor, name: str, *, source: int = 0) -> None:
         assert tensor.is_contiguous()
+        count_handed_over(tensor.nbytes if self.rank == source else 0)
         library.set_purpose(self._plane, name)
         self._check(library.broadcast(self._plane, tensor.data_ptr(), tensor.nbytes, source, self._timeout_ns), name)
 

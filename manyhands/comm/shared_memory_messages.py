@@ -13,11 +13,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from manyhands.comm.handed_over import count_handed_over
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.point_to_point import Messages, frames_of, headed
 from manyhands.comm.ring_buffer import RingBuffer
 from manyhands.comm.shared_memory import Plane
-from manyhands.comm.tensor_messages import Frame, pack, unpack
+from manyhands.comm.tensor_messages import pack, unpack
+from manyhands.comm.transport import Frame
 
 __all__ = ["MixedPointToPoint", "SharedMemoryPointToPoint"]
 
@@ -63,7 +65,9 @@ class SharedMemoryPointToPoint:
         if to not in self._outboxes:
             self._outboxes[to] = _Outbox(self._opener(self.rank, to), self._first_bytes)
         self._outboxes[to].put(tag, pieces)
-        self.bytes_sent += sum(map(len, pieces))
+        num_bytes = sum(map(len, pieces))
+        self.bytes_sent += num_bytes
+        count_handed_over(num_bytes)
 
     def expect(self, source: int, tag: int, name: str) -> None:
         """Nothing to post: a message is in shared memory once it was sent."""

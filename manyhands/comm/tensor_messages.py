@@ -1,32 +1,28 @@
-"""Messages with tensors: a typed header, then frames of raw bytes; and the encoding of plain values as such frames.
+"""Tensors, and plain values with tensors in them, as frames of raw bytes.
 
 A value is numbers, text, bytes, lists, tuples, dicts with text keys, and dense tensors anywhere in it. Nothing is
-pickled, and input is not trusted: sizes are checked against shapes before a tensor is made, and a message that does
-not fit is counted and dropped. Start reading at `TensorPort` and `pack`.
+pickled, and input is not trusted: sizes are checked against shapes before a tensor is made. Start reading at `pack`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-import zmq
 from torch import Tensor
 
-from manyhands.comm.transport import BURST, MAX_MESSAGE_BYTES, Curve, open_socket
+from manyhands.comm.transport import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES, Frame
 from manyhands.errors import UsageError
 
 __all__ = [
     "Placeholder",
-    "TensorPort",
-    "check_parcel",
+    "check_size",
     "check_tensor",
     "dtype_name",
-    "open_parcel_port",
     "pack",
     "raw_bytes",
     "tensor_bytes",
@@ -34,8 +30,6 @@ __all__ = [
     "unpack",
 ]
 
-MAX_FRAME_BYTES = 2**31
-MAX_FRAMES = 10_000
 # Leaves space for what a process that forwards a message adds to its header.
 MAX_HEADER_BYTES = MAX_MESSAGE_BYTES // 4
 MAX_DIMS = 64
@@ -49,73 +43,6 @@ DTYPES = {
 }  # fmt: skip
 
 _TENSOR, _TUPLE, _PLACEHOLDER = 1, 2, 3
-
-M = TypeVar("M")
-Frame = bytes | memoryview
-
-
-class TensorPort(Generic[M]):
-    """One ROUTER or DEALER socket; every message has a header of type `accepts` and any number of frames.
-
-    For one thread only, like every ZeroMQ socket.
-    """
-
-    def __init__(self, socket: zmq.Socket[bytes], accepts: Any) -> None:
-        self.socket = socket
-        self.refused = 0
-        """Number of messages that were invalid."""
-        self._routed = socket.type == zmq.ROUTER
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def send(self, message: Any, frames: Sequence[Frame] = (), to: bytes = b"") -> bool:
-        """Queue a message; False when the queue is full, or the receiver is not connected."""
-        address = [to] if self._routed else []
-        try:
-            self.socket.send_multipart([*address, self._encoder.encode(message), *frames], zmq.DONTWAIT)
-        except zmq.ZMQError:
-            return False
-        return True
-
-    def receive(self, most: int = BURST) -> Iterator[tuple[bytes, M, list[bytes]]]:
-        """The messages that have arrived, as (sender, message, frames), without waiting."""
-        for _ in range(most):
-            try:
-                frames = self.socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.ZMQError:
-                return
-            sender = frames.pop(0) if self._routed else b""
-            message = self._decode(frames)
-            if message is not None:
-                yield sender, message, frames[1:]
-
-    def _decode(self, frames: list[bytes]) -> M | None:
-        try:
-            if not frames or len(frames) > MAX_FRAMES or len(frames[0]) > MAX_MESSAGE_BYTES:
-                raise ValueError("not a message")
-            return self._decoder.decode(frames[0])
-        except (ValueError, RecursionError, OverflowError, MemoryError):
-            self.refused += 1
-            return None
-
-    def close(self) -> None:
-        self.socket.close(0)
-
-
-def open_parcel_port(
-    context: zmq.Context[Any],
-    kind: int,
-    endpoint: str,
-    accepts: Any,
-    *,
-    bind: bool = False,
-    identity: bytes | None = None,
-    curve: Curve | None = None,
-) -> TensorPort[Any]:
-    """A bound or connecting port. Raises `zmq.ZMQError` if the address cannot be bound."""
-    socket = open_socket(context, kind, endpoint, bind=bind, identity=identity, curve=curve, most_bytes=MAX_FRAME_BYTES)
-    return TensorPort(socket, accepts)
-
 
 # ---- tensors ---------------------------------------------------------------------------------------------------
 
@@ -181,11 +108,11 @@ def pack(value: Any, what: str) -> list[Frame]:
         raise UsageError(f"{what} is nested too deeply to be sent.") from error
     except OverflowError as error:
         raise UsageError(f"{what} contains an integer of more than 64 bits.", fix=["text, or a float"]) from error
-    check_parcel(None, [tree, *buffers], what)
+    check_size(None, [tree, *buffers], what)
     return [tree, *buffers]
 
 
-def check_parcel(header: Any, frames: Sequence[Frame], what: str) -> None:
+def check_size(header: Any, frames: Sequence[Frame], what: str) -> None:
     """`UsageError` if the message is so large that the receiver would drop it without an error."""
     num_bytes = len(msgspec.msgpack.encode(header))
     if len(frames) >= MAX_FRAMES:

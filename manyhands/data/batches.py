@@ -23,9 +23,10 @@ from manyhands.data.sources.as_source import Source
 from manyhands.data.sources.per_slice_source import PerSliceFeed, PerSliceSource, PerSliceStreamFeed
 from manyhands.data.sources.row_source import RowSource
 from manyhands.data.sources.stream_source import LoadedStreamFeed, StreamFeed, StreamSource
+from manyhands.data.trial_feeds import HeldFeed
 from manyhands.errors import DataError
 
-__all__ = ["Batches", "FetchedSlice", "Step"]
+__all__ = ["Batches", "FetchedSlice", "Step", "accelerator", "endless", "floats_as", "to_device"]
 
 
 class FetchedSlice:
@@ -133,7 +134,7 @@ class Batches:
     ) -> None:
         if not (isinstance(source, StreamSource) and source.batched):  # the user's batches may differ in size
             _check_size(schedule.batch_size, schedule.slices)
-        _check_end(schedule)
+        _check_end(schedule, source)
         _check_position(source, schedule.position)
         self.schedule, self.rank, self.division = schedule, rank, division
         self.fetched_together = isinstance(source, RowSource) and source.shared
@@ -176,7 +177,7 @@ class Batches:
 
     def at(self, number: int) -> Step:
         """Any step, out of order; its slices are fetched on request. Only for data with row numbers."""
-        assert isinstance(self.feed, RowFeed)
+        assert isinstance(self.feed, RowFeed | HeldFeed)
         return Step(self, self.feed.plan_at(number), 0.0)
 
     @property
@@ -189,6 +190,11 @@ class Batches:
         assert isinstance(self.feed, RowFeed)
         plans = [(self.feed.plan_at(number), v) for number, v in leases]
         self.feed.expect([(plan, v) for plan, one in plans for v in (range(len(plan.bounds)) if whole else [one])])
+
+    def replace_feed(self, make: Callable[[Feed], Feed]) -> None:
+        """Before the first step, take its steps and slices from another feed, made of this one."""
+        self.feed = make(self.feed)
+        self._plans = self.feed.plans()
 
     def divide(self, division: SliceDivision) -> None:
         """Use this division from the next step on. Every worker calls this between the same two steps."""
@@ -215,9 +221,19 @@ def _check_size(batch_size: int, slices: int) -> None:
         )
 
 
-def _check_end(schedule: BatchSchedule) -> None:
+def _check_end(schedule: BatchSchedule, source: Source) -> None:
+    if schedule.epochs is not None and source.endless:
+        raise endless()
     if schedule.epochs is None and schedule.steps is None:
         raise DataError("Neither epochs nor steps is given, so the run has no end.", fix=["epochs=1", "steps=1000"])
+
+
+def endless() -> DataError:
+    return DataError(
+        "The Dataset repeats without an end, so it has no epochs, and no evaluation could end.",
+        where="repeat",
+        fix=["steps=1000 in place of epochs=", "no repeat() at its end: epochs=3 repeats it three times"],
+    )
 
 
 def _check_position(source: Source, position: Position) -> None:

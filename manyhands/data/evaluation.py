@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from manyhands.data.batches import FetchedSlice, accelerator, floats_as, to_device
+from manyhands.data.batches import FetchedSlice, accelerator, endless, floats_as, to_device
 from manyhands.data.feeds import STEPS_AHEAD, start_fetcher
 from manyhands.data.fetchers import Fetcher, SliceRequest, fetch_now
 from manyhands.data.loader_processes import Loader, ProcessFetcher
@@ -61,7 +61,9 @@ def eval_pieces(
 
     Close the iterator (or run it to its end) to end its thread or loader processes.
     """
-    target = accelerator(device)
+    if source.endless:
+        raise endless()
+    target, batch_size = accelerator(device), source.own_batch_size or batch_size
     if isinstance(source, StreamSource):
         pieces = _of_stream(source, batch_size, seed, lambda index: index % world_size == rank)
     elif isinstance(source, PerSliceSource):

@@ -2,7 +2,7 @@
 
 The transport is anything with `all_gather_bytes`. Values are msgpack with arrays as an extension type: no pickle, so
 that nothing in a message is executed. Used for files that no host has completely (`file_source`) and to check that all
-workers were given the same data (`agree`).
+workers were given the same data (`data_agreement`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from manyhands.errors import DataError
 
-__all__ = ["RowExchange", "agree", "decode", "encode"]
+__all__ = ["RowExchange", "decode", "encode"]
 
 _ARRAY = 1
 
@@ -64,19 +64,3 @@ def _decode_array(code: int, data: memoryview) -> npt.NDArray[Any]:
     if dtype.kind not in "biufc" or len(data) - start != dtype.itemsize * math.prod(shape):
         raise ValueError(f"an array of {name} {shape} does not fit its {len(data) - start} bytes")
     return np.frombuffer(data, dtype, offset=start).reshape(shape)
-
-
-def agree(exchange: RowExchange | None, kind: str, num_rows: int | None) -> None:
-    """Refuse data that differs between workers in its kind, order or length: their steps would differ too."""
-    if exchange is None:
-        return
-    answers = [decode(data) for data in exchange.all_gather_bytes("data/agree", encode([kind, num_rows]))]
-    if any(answer != answers[0] for answer in answers):
-        seen = "; ".join(f"rank {rank}: {kind}, {rows} rows" for rank, (kind, rows) in enumerate(answers))
-        raise DataError(
-            f"The workers were given different data: {seen}.",
-            fix=[
-                "the same data on every worker; manyhands divides the rows among them",
-                "lambda context: ... for data per slice",
-            ],
-        )

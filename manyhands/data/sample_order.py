@@ -22,6 +22,7 @@ __all__ = [
     "mix_all",
     "num_slices",
     "order",
+    "permuted",
     "slice_bounds",
     "slice_key",
     "slices_of",
@@ -66,12 +67,18 @@ def slice_key(seed: int, step: int, v: int, stream: str) -> int:
 
 def order(num_rows: int, seed: int, epoch: int, start: int, stop: int, *, shuffle: bool = True) -> Rows:
     """Row numbers at positions [start, stop) of the epoch's order, in O(stop - start) time and memory."""
-    positions = np.arange(start, stop, dtype=np.uint64)
-    if not shuffle or num_rows < 2:
+    if not shuffle:
+        return np.arange(start, stop)
+    return permuted(num_rows, seed, epoch, np.arange(start, stop))
+
+
+def permuted(num_rows: int, seed: int, epoch: int, positions: Rows) -> Rows:
+    """The row at each of these positions of the epoch's shuffled order."""
+    if num_rows < 2:
         return positions.astype(np.int64)
     bits = (num_rows - 1).bit_length()
     keys = [mix_all(seed, epoch, number) for number in range(_NARROW_ROUNDS if bits <= _NARROW_BITS else _ROUNDS)]
-    rows = _permute(positions, bits, keys)
+    rows = _permute(positions.astype(np.uint64), bits, keys)
     # The network permutes [0, 2^bits). Permuting each number again until it is below num_rows permutes [0, num_rows);
     # as 2^bits < 2 * num_rows, that takes fewer than two rounds on average.
     outside = np.flatnonzero(rows >= num_rows)

@@ -16,7 +16,8 @@ import msgspec
 from torch import Tensor
 
 from manyhands.comm.host_memory import HostMemory
-from manyhands.comm.tensor_messages import Frame, tensor_bytes, tensor_from
+from manyhands.comm.tensor_messages import tensor_bytes, tensor_from
+from manyhands.comm.transport import Frame
 from manyhands.dispatch.call_queue import MOST_WAITING, CallQueue
 from manyhands.dispatch.messages import (
     Apply,

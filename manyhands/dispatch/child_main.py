@@ -60,14 +60,14 @@ def _report(config: ChildConfig, error: Exception) -> None:
     """Send the error to the cluster, which would otherwise keep starting replacements that fail as well."""
     import zmq
 
-    from manyhands.comm.tensor_messages import open_parcel_port
+    from manyhands.comm.transport import open_port
     from manyhands.dispatch.messages import NotReady
 
     context: zmq.Context[Any] = zmq.Context()
-    port = open_parcel_port(context, zmq.DEALER, config.hub, NotReady)
+    port = open_port(context, zmq.DEALER, config.hub, NotReady)
     what = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
     port.send(NotReady(role=config.role, number=config.number, what=what))
-    port.socket.close(1000)
+    port.close(linger_ms=1000)
     context.term()
 
 

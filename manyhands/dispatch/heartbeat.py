@@ -9,8 +9,7 @@ from typing import Any
 
 import zmq
 
-from manyhands.comm.tensor_messages import TensorPort, open_parcel_port
-from manyhands.comm.transport import Curve
+from manyhands.comm.transport import Curve, Port, open_port
 from manyhands.dispatch.messages import Alive
 
 __all__ = ["HeartbeatThread"]
@@ -31,7 +30,7 @@ class HeartbeatThread:
         disconnects: zmq.Socket[bytes],
     ) -> None:
         """`disconnects` becomes readable when the worker's main connection is lost."""
-        self._port: TensorPort[Alive] = open_parcel_port(context, zmq.DEALER, address, Alive, curve=curve)
+        self._port: Port[Alive] = open_port(context, zmq.DEALER, address, Alive, curve=curve)
         self._disconnects, self._token, self._silent_s = disconnects, token, silent_s
         self.lost = ""
         """Why this worker is no longer in the cluster; empty while it is."""
@@ -55,7 +54,7 @@ class HeartbeatThread:
         if now - self._sent_at >= ALIVE_EVERY_S:
             self._port.send(Alive(worker=self._token))
             self._sent_at = now
-        for _, message, _ in self._port.receive():
+        for _, message in self._port.receive():
             self._received_at = now
             if not message.known:
                 self.lost = "the cluster has dropped it and continues without it."

@@ -19,8 +19,8 @@ import zmq
 from torch import Tensor
 
 from manyhands.comm.host_memory import HostMemory
-from manyhands.comm.tensor_messages import Frame, TensorPort, dtype_name, open_parcel_port, raw_bytes
-from manyhands.comm.transport import Curve
+from manyhands.comm.tensor_messages import dtype_name, raw_bytes
+from manyhands.comm.transport import Curve, Frame, Port, open_port
 from manyhands.control.processes.fence import Guard
 from manyhands.control.processes.private_directory import private_directory
 from manyhands.control.security.keys import client_curve, server_curve
@@ -99,15 +99,15 @@ class Hub:
         self._context: zmq.Context[Any] = zmq.Context()
         self._gate: PeerGate | None = None
         self.address = f"ipc://{self._directory}/hub"
-        self._ports: dict[str, TensorPort[FromMember]] = {"ipc": self._bind(self.address)}
+        self._ports: dict[str, Port[FromMember]] = {"ipc": self._bind(self.address)}
         self.tcp_address = ""
         if self.settings.listen:
             self._gate = PeerGate(self._context, client_curve(self.settings.key).public)
             port = self._ports["tcp"] = self._bind(f"tcp://{self.settings.listen}:0", server_curve(self.settings.key))
             self.tcp_address = port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _bind(self, endpoint: str, curve: Curve | None = None) -> TensorPort[FromMember]:
-        return open_parcel_port(self._context, zmq.ROUTER, endpoint, FromMember, bind=True, curve=curve)
+    def _bind(self, endpoint: str, curve: Curve | None = None) -> Port[FromMember]:
+        return open_port(self._context, zmq.ROUTER, endpoint, FromMember, bind=True, curve=curve, with_frames=True)
 
     # ---- for other threads -----------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class Hub:
     @property
     def refused(self) -> int:
         """Number of ignored messages: from unknown senders, late, or malformed."""
-        return self.desk.refused + sum(port.refused for port in self._ports.values())
+        return self.desk.refused + sum(port.garbage for port in self._ports.values())
 
     def schedule(self, step: str, frames: Sequence[Frame]) -> CallOutcome:
         """Put a call into the queue, once there is room. Raises a failure that is due."""
@@ -225,7 +225,7 @@ class Hub:
             if self._gate is not None:
                 self._gate.attend()
             for name, port in self._ports.items():
-                for sender, message, frames in port.receive():
+                for sender, message, frames in port.receive_with_frames():
                     self._take((name, sender), message, frames)
             for pidfd in ready & self._children.keys():
                 self._lose_child(self._children[pidfd])

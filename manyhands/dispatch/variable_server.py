@@ -17,15 +17,8 @@ import zmq
 from torch import Tensor
 
 from manyhands.comm.host_memory import Segment
-from manyhands.comm.tensor_messages import (
-    DTYPES,
-    TensorPort,
-    dtype_name,
-    open_parcel_port,
-    raw_bytes,
-    tensor_bytes,
-    tensor_from,
-)
+from manyhands.comm.tensor_messages import DTYPES, dtype_name, raw_bytes, tensor_bytes, tensor_from
+from manyhands.comm.transport import Port, open_port
 from manyhands.control.security.keys import client_curve, server_curve
 from manyhands.control.security.rejected_peers import PeerGate
 from manyhands.dispatch.messages import (
@@ -78,8 +71,7 @@ class KeptVariable:
     def __init__(self, fd: int, kept: VariableLocation) -> None:
         self._num_bytes = tensor_bytes(kept.shape, kept.dtype)
         self._segment = Segment(fd, region_bytes(self._num_bytes), kept.offset)
-        # One store of eight bytes is atomic: a reader never finds half of it.
-        self._mark = memoryview(self._segment.buffer)[:8].cast("Q")
+        self._mark = self._segment.words()[:1]
         self._kept = kept
 
     def newest(self) -> tuple[int, Tensor] | None:
@@ -105,10 +97,8 @@ class VariableServer:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._context: zmq.Context[Any] = zmq.Context()
-        self._hub: TensorPort[ToServer] = open_parcel_port(self._context, zmq.DEALER, config.hub, ToServer)
-        self._ports: list[TensorPort[Read]] = [
-            open_parcel_port(self._context, zmq.ROUTER, config.address, Read, bind=True)
-        ]
+        self._hub: Port[ToServer] = open_port(self._context, zmq.DEALER, config.hub, ToServer, with_frames=True)
+        self._ports: list[Port[Read]] = [open_port(self._context, zmq.ROUTER, config.address, Read, bind=True)]
         self._gate: PeerGate | None = None
         self._applied = -1
         """The last applied commit; -1 until the cluster has sent the list of variables."""
@@ -124,7 +114,7 @@ class VariableServer:
     def _listen(self) -> str:
         self._gate = PeerGate(self._context, client_curve(self._config.key).public)
         curve = server_curve(self._config.key)
-        port = open_parcel_port(self._context, zmq.ROUTER, self._config.listen, Read, bind=True, curve=curve)
+        port = open_port(self._context, zmq.ROUTER, self._config.listen, Read, bind=True, curve=curve)
         self._ports.append(port)
         return port.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -139,14 +129,14 @@ class VariableServer:
             if self._gate is not None:
                 self._gate.attend()
             before = self._applied
-            for _, message, frames in self._hub.receive():
+            for _, message, frames in self._hub.receive_with_frames():
                 if isinstance(message, Stop):
                     return
                 self._take(message, frames)
             if self._applied != before:
                 self._hub.send(CommitApplied(commit=self._applied))
             for port in self._ports:
-                for sender, read, _ in port.receive():
+                for sender, read in port.receive():
                     self._waiting[sender, read.ticket] = (read, _reply_to(port, sender))
             self._answer()
 
@@ -207,5 +197,5 @@ def _changed(change: Change, value: Tensor, newest: tuple[int, Tensor] | None) -
     return newest[1] + value
 
 
-def _reply_to(port: TensorPort[Any], sender: bytes) -> Reply:
+def _reply_to(port: Port[Any], sender: bytes) -> Reply:
     return lambda value, frames: port.send(value, frames, to=sender)

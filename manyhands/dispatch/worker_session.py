@@ -18,19 +18,8 @@ import msgspec
 import zmq
 from torch import Tensor
 
-from manyhands.comm.tensor_messages import (
-    Frame,
-    Placeholder,
-    TensorPort,
-    check_parcel,
-    dtype_name,
-    open_parcel_port,
-    pack,
-    raw_bytes,
-    tensor_from,
-    unpack,
-)
-from manyhands.comm.transport import Curve
+from manyhands.comm.tensor_messages import Placeholder, check_size, dtype_name, pack, raw_bytes, tensor_from, unpack
+from manyhands.comm.transport import Curve, Frame, Port, open_port
 from manyhands.data.randomness import randomness
 from manyhands.data.sample_order import slice_key
 from manyhands.dispatch.heartbeat import HeartbeatThread
@@ -84,10 +73,10 @@ class WorkerSession:
     def __init__(self, config: WorkerConfig, curve: Curve | None = None) -> None:
         self._curve, self._token = curve, secrets.token_bytes(16)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._hub: TensorPort[ToWorker] = open_parcel_port(
-            self._context, zmq.DEALER, config.address, ToWorker, identity=self._token, curve=curve
+        self._hub: Port[ToWorker] = open_port(
+            self._context, zmq.DEALER, config.address, ToWorker, identity=self._token, curve=curve, with_frames=True
         )
-        self._servers: dict[int, tuple[str, TensorPort[ReadReply]]] = {}
+        self._servers: dict[int, tuple[str, Port[ReadReply]]] = {}
         self._map = Map(servers={}, places={})
         self._tickets = 0
         self._made: dict[tuple[str, int], Any] = {}
@@ -109,7 +98,7 @@ class WorkerSession:
 
     def _welcome(self, address: str) -> HubWelcome:
         if self._hub.socket.poll(round(JOIN_TIMEOUT_S * 1000)):
-            for _, message, _ in self._hub.receive(most=1):
+            for _, message in self._hub.receive(most=1):
                 if isinstance(message, HubWelcome):
                     return message
         raise EnvironmentProblem(
@@ -127,7 +116,7 @@ class WorkerSession:
                 raise PeerLost(f"Worker {self.number}: {self._heartbeat.lost}")
             if not self._hub.socket.poll(TICK_MS):
                 continue
-            for _, message, frames in self._hub.receive(most=1):
+            for _, message, frames in self._hub.receive_with_frames(most=1):
                 match message:
                     case Stop():
                         return
@@ -143,7 +132,7 @@ class WorkerSession:
             self._hub.socket.disable_monitor()
             self._disconnects.close(0)
         # The last messages, such as the result of the last call, still have to be sent.
-        self._hub.socket.close(1000)
+        self._hub.close(linger_ms=1000)
         for _, port in self._servers.values():
             port.close()
         self._context.term()
@@ -182,15 +171,15 @@ class WorkerSession:
                 if self._heartbeat.lost:
                     raise PeerLost(f"Worker {self.number}: {self._heartbeat.lost}")
                 if port.socket.poll(max(1, round(left * 1000))):
-                    for _, value, frames in port.receive():
+                    for _, value, frames in port.receive_with_frames():
                         if value.ticket == read.ticket:
                             return _tensor(name, value, frames)
 
-    def _port(self, server: int) -> TensorPort[ReadReply]:
+    def _port(self, server: int) -> Port[ReadReply]:
         address = self._map.servers[server]
         known = self._servers.get(server)
         if known is None or known[0] != address:
-            port = open_parcel_port(self._context, zmq.DEALER, address, ReadReply, curve=self._curve)
+            port = open_port(self._context, zmq.DEALER, address, ReadReply, curve=self._curve, with_frames=True)
             self._servers[server] = known = (address, port)
         return known[1]
 
@@ -221,7 +210,7 @@ def _done(run: RunCall, result: Any, changes: dict[str, tuple[str, Tensor]]) -> 
         changes=[_change(name, op, tensor) for name, (op, tensor) in changes.items()],
     )
     parts = [*value, *(raw_bytes(tensor) for _, tensor in changes.values())]
-    check_parcel(done, parts, f"what {run.step} returned and changed")
+    check_size(done, parts, f"what {run.step} returned and changed")
     return done, parts
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from manyhands.comm.host_memory import Segment
+from manyhands.comm.host_memory import Memory, Segment
 from manyhands.embedding.row_optimizers import TableSpec
 from manyhands.embedding.row_table import NEWEST, open_region, region_register
 from manyhands.native import library
-from manyhands.parameter_server.memory.versioned_memory import Memory
 
 __all__ = ["RowReader"]
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.comm.host_memory import Segment
+from manyhands.comm.host_memory import Memory, Segment
+from manyhands.comm.shared_register import Register
 from manyhands.embedding.row_optimizers import MOST, OPTIMIZERS, TableSpec
 from manyhands.errors import CheckpointMismatch, DataError, EnvironmentProblem, SpecError
 from manyhands.native import library, why_not
-from manyhands.parameter_server.memory.versioned_memory import Memory, Register
 
 __all__ = [
     "NEWEST",

@@ -37,6 +37,7 @@ from manyhands.spec.load import (
     environment,
     nearest,
     own_identity,
+    resolve,
     torchrun_task,
 )
 from manyhands.spec.placement import Placement, from_cluster, from_cluster_with_servers, from_settings, from_torchrun
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "become_launcher",
+    "default_environment",
     "describe",
     "how_to_resume",
     "launch_command",
@@ -140,6 +142,12 @@ def worker_environment(resolved: Resolved, environ: Mapping[str, str]) -> dict[s
     if resolved.config_file:
         added[CONFIG_VARIABLE] = os.path.abspath(resolved.config_file)
     return inherited | added
+
+
+def default_environment(threads: int) -> dict[str, str]:
+    """What workers with default settings and so many threads are started with: for a template that runs share."""
+    environ = environment()
+    return {**worker_environment(resolve(flags={}, environ=environ), environ), "OMP_NUM_THREADS": str(threads)}
 
 
 def forks_workers(resolved: Resolved, environ: Mapping[str, str]) -> bool:

@@ -89,7 +89,8 @@ watch_ending = ending.watch
 
 def _where(given: str | None, trace: TracebackType | None) -> str | None:
     """The line of the script that made the call, unless `given` names another origin, such as a file or a flag."""
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(OURS)]
+    # An import inside the script raises through Python's importer.
+    frames = [one for one in traceback.extract_tb(trace) if not one.filename.startswith((OURS, "<frozen importlib"))]
     line = f"{os.path.relpath(frames[-1].filename)} line {frames[-1].lineno}" if frames else None
     if given in (None, "constructor"):
         return line or given

@@ -16,13 +16,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from msgspec.structs import replace
 
 from manyhands.comm.host_memory import Segment
 from manyhands.control.messages.launch_request import Display
+from manyhands.control.messages.worker_messages import StoreReply
 from manyhands.control.run_directory import RunDirectory, default_path, run_name
-from manyhands.control.session.session import RunFacts, WorkerPosition
+from manyhands.control.session.session import RunFacts, StoreClient, WorkerPosition
 from manyhands.errors import Preempted
 from manyhands.events import Event, RunEnded
 from manyhands.launcher.launch import how_to_resume, open_display
@@ -36,7 +38,7 @@ from manyhands.spec.worker_identity import WorkerIdentity
 __all__ = ["SoloSession"]
 
 
-class SoloSession:
+class SoloSession(StoreClient):
     """The only worker of a run, and its own launcher."""
 
     def __init__(self, resolved: Resolved) -> None:
@@ -45,7 +47,6 @@ class SoloSession:
         )
         self.group, self.newest = self.identity.group(), None
         self.stop_requested: str | None = None
-        self.servers_wanted = 0
         self.recorder: Recorder | None = None
         self._resolved = resolved
         self._directory: RunDirectory | None = None
@@ -68,6 +69,8 @@ class SoloSession:
         return self._directory.path
 
     def join(self, facts: RunFacts) -> None:
+        if self._directory is not None:  # for an earlier training of the script
+            return
         path = Path(facts.run_dir) if facts.run_dir else default_path(run_name(facts.script))
         self._directory = RunDirectory.adopt(
             path, facts.overwrite, group_readable=self._resolved.spec.run.group_readable, command=sys.argv
@@ -109,6 +112,9 @@ class SoloSession:
         if self._interrupted:
             raise KeyboardInterrupt
         self._interrupted, self.stop_requested = True, self.stop_requested or "preempt"
+
+    def _store(self, op: str, keys: list[str], timeout_s: float, **fields: Any) -> StoreReply:
+        return StoreReply(ticket=0, ok=True)  # there is no other worker to leave values for, or to wait for
 
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
         raise AssertionError("a single worker has no shared memory")

@@ -67,6 +67,8 @@ MAX_EVENTS_WAITING = 10_000
 # Steps processed per tick: a few show the phase times as well as thousands do, and a thread that processes every step
 # would take the interpreter from the training thread.
 MAX_STEPS_PER_TICK = 16
+# How long a line of ours waits at most for the end of the script's line.
+LINE_END_WITHIN_S = 0.5
 MAX_OUTPUT_WAITING_BYTES = MAX_IN_MEMORY_BYTES
 MAX_REMEMBERED_BYTES = 20_000
 
@@ -450,7 +452,45 @@ class _Narrated(_Queued):
 class _Plain(_Narrated):
     """For pipes and log files: whole lines, no colours, no carriage returns."""
 
+    def __init__(self, stdout: TextIO, stderr: TextIO, interval_s: float, *, verbose: bool) -> None:
+        self._is_within_line, self._end_due_at = False, 0.0
+        self._held: list[str] = []
+        super().__init__(stdout, stderr, interval_s, verbose=verbose)
+
+    def _pass_on(self, output: _Output) -> None:
+        """A line of ours waits for the end of the script's: its `print` is two writes, the text and the line's end."""
+        super()._pass_on(output)
+        ends = output.data.endswith(b"\n")
+        if not ends and not self._is_within_line:
+            self._end_due_at = time.monotonic() + LINE_END_WITHIN_S
+        self._is_within_line = not ends
+        if ends:
+            self._show_held()
+
+    def _line(self, text: str) -> None:
+        if self._is_within_line and time.monotonic() < self._end_due_at:
+            self._held.append(text)
+        else:
+            self._show_held()
+            super()._line(text)
+
+    def _show_held(self) -> None:
+        held, self._held = self._held, []
+        for text in held:
+            super()._line(text)
+
+    def _show_failure(self, block: str) -> None:
+        self._end_due_at = 0.0  # at once: it may come from another thread, while the output waits for its reader
+        super()._show_failure(block)
+
+    def _finish(self) -> None:
+        self._end_due_at = 0.0
+        self._show_held()
+        super()._finish()
+
     def _tick(self, now: float) -> None:
+        if now >= self._end_due_at:
+            self._show_held()
         super()._tick(now)
         if now - self._last_line.get(StepDone, -self._interval_s) >= self._interval_s:
             self._steps_line(now)

@@ -1,16 +1,49 @@
-"""The events of a whole run for programs: `mh.read_events(run)`."""
+"""The events of a run: `RunEvents` takes those of a training in a worker, `mh.read_events(run)` yields those of all."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from manyhands.errors import UsageError
-from manyhands.events import Event
-from manyhands.observe import recorder
+from msgspec.structs import replace
 
-__all__ = ["read_events"]
+from manyhands.control.session.run_session import RunSession
+from manyhands.errors import UsageError
+from manyhands.events import Event, Warned
+from manyhands.observe import recorder
+from manyhands.observe.recorder import Recorder
+
+__all__ = ["RunEvents", "read_events"]
+
+
+class RunEvents:
+    """Where one training in one worker reports what happens. Never blocks, never raises.
+
+    Every event goes to the agent, which shows it. The chief also writes it to the record of the run; events of other
+    workers are recorded by their agent. Which worker is the chief may change with every generation.
+    """
+
+    def __init__(self, session: RunSession, record: Callable[[], Recorder | None], training: int) -> None:
+        """`record` returns the record that the trainings of a script share; None before it is open."""
+        self._session, self._record, self._training = session, record, training
+
+    def emit(self, event: Event) -> None:
+        """An event of the run, which every worker may report: that of the chief counts."""
+        if self._session.group.rank == 0:
+            self.emit_own(event)
+
+    def emit_own(self, event: Event) -> None:
+        """An event of this worker only."""
+        if self._training > 1 and hasattr(event, "training"):
+            event = replace(event, training=self._training)
+        if self._session.group.rank == 0 and (record := self._record()) is not None:
+            record.emit(event)
+        self._session.publish(event)
+
+    def warn(self, text: str) -> None:
+        """A warning of the run."""
+        self.emit(Warned(text=text))
 
 
 def read_events(run: str | Path) -> Iterator[Event]:

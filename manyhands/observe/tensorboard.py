@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from manyhands.errors import EnvironmentProblem, SpecError
 from manyhands.private_files import in_a_run, make_directory, open_private
 
-__all__ = ["TensorBoardHook"]
+__all__ = ["SummaryWriter", "TensorBoardHook"]
 
 MAX_QUEUED = 10_000
 FLUSH_S = 2.0
@@ -56,7 +56,7 @@ class TensorBoardHook:
             )
         self._log_dir, self._every = log_dir, every
         self._last_step = 0
-        self._writer: _Writer | None = None
+        self._writer: SummaryWriter | None = None
         self._dropped_before = 0
         self._warned = False
 
@@ -68,7 +68,7 @@ class TensorBoardHook:
     def begin(self, trainer: Any) -> None:
         if self._writer is None:  # the first fit of the run; later calls use the same writer
             log_dir = Path(self._log_dir) if self._log_dir is not None else Path(trainer.home) / "summaries"
-            self._writer = _Writer(log_dir, first_step=self._last_step + 1)
+            self._writer = SummaryWriter(log_dir, first_step=self._last_step + 1)
 
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         if step <= self._last_step:
@@ -99,7 +99,7 @@ class TensorBoardHook:
 
     def _put(self, values: Mapping[str, Any], step: int) -> None:
         if self._writer is not None:
-            self._writer.put(_Values(time.time(), step, values))
+            self._writer.put(values, step)
             self._warn_once()
 
     def _warn_once(self) -> None:
@@ -123,10 +123,10 @@ class _Values(NamedTuple):
     values: Mapping[str, Any]
 
 
-class _Writer:
+class SummaryWriter:
     """Owns the event file, in its own thread; after a failure it starts another file, after a pause."""
 
-    def __init__(self, log_dir: Path, first_step: int) -> None:
+    def __init__(self, log_dir: Path, first_step: int = 1) -> None:
         self.dropped = 0
         self.reason = ""
         self._log_dir = log_dir
@@ -139,9 +139,10 @@ class _Writer:
         self._thread = threading.Thread(target=self._work, name="manyhands-tensorboard", daemon=True)
         self._thread.start()
 
-    def put(self, values: _Values) -> None:
+    def put(self, values: Mapping[str, Any], step: int) -> None:
+        """Write numbers by name at a step, now or a little later. Never waits."""
         try:
-            self._queue.put_nowait(values)
+            self._queue.put_nowait(_Values(time.time(), step, values))
         except queue.Full:
             self._drop("the disk is too slow")
 

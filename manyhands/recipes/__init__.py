@@ -1,6 +1,6 @@
 """Complete training programs to start by name: `mh run --recipe NAME`. Each is a module to run.
 
-May import `spec` and `strategies`.
+May import `spec`, `comm` and `strategies`.
 Start reading at `digits.main`.
 """
 

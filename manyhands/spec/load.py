@@ -40,6 +40,7 @@ __all__ = [
     "master_port",
     "nearest",
     "own_identity",
+    "profiled",
     "replace_environment",
     "resolve",
     "torchrun_defaults",
@@ -55,6 +56,8 @@ TRIAL_VARIABLE = "MANYHANDS_TRIAL"
 CHAOS_VARIABLE = "MANYHANDS_CHAOS"
 CHECK_VARIABLE = "MANYHANDS_CHECK"
 PLAN_VARIABLE = "MANYHANDS_PLAN"
+PROFILE_VARIABLE = "MANYHANDS_PROFILE"
+GRAPH_VARIABLE = "MANYHANDS_GRAPH"
 RESERVED = IDENTITY_VARIABLES | {
     CONFIG_VARIABLE,
     KEY_FILE_VARIABLE,
@@ -62,6 +65,8 @@ RESERVED = IDENTITY_VARIABLES | {
     CHAOS_VARIABLE,
     CHECK_VARIABLE,
     PLAN_VARIABLE,
+    PROFILE_VARIABLE,
+    GRAPH_VARIABLE,
 }
 MAX_TEXT = 4096
 
@@ -358,15 +363,24 @@ def master_port() -> int | None:
 
 
 def in_trial() -> bool:
-    """Whether this worker is only a measurement of `mh tune`: it must leave no files behind."""
+    """Whether this worker is only a trial of `mh tune`, `mh check` or `mh profile`: it must leave no files behind."""
     environ = environment()
     return bool(environ.get(TRIAL_VARIABLE)) and own_identity(environ) is not None
 
 
 def checked() -> str:
     """The request of `mh check` to this worker, as text; empty if `mh check` did not start it."""
+    return _request_of_trial(CHECK_VARIABLE)
+
+
+def profiled() -> str:
+    """The request of `mh profile` to this worker, as text; empty if `mh profile` did not start it."""
+    return _request_of_trial(PROFILE_VARIABLE)
+
+
+def _request_of_trial(variable: str) -> str:
     environ = environment()
-    return environ.get(CHECK_VARIABLE, "") if own_identity(environ) is not None else ""
+    return environ.get(variable, "") if own_identity(environ) is not None else ""
 
 
 def verbose() -> bool:

@@ -1,4 +1,7 @@
-"""Requests that `mh check` and `mh plan show` pass through the environment to the processes that they start."""
+"""Requests of `mh check`, `mh plan show`, `mh profile` and `mh graph` to the processes that they start.
+
+They are passed through the environment.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,18 @@ from typing import Any
 
 import msgspec
 
-from manyhands.spec.load import PLAN_VARIABLE, checked, environment
+from manyhands.spec.load import GRAPH_VARIABLE, PLAN_VARIABLE, checked, environment, profiled
 
-__all__ = ["CheckOrder", "PlanOrder", "order_of_this_worker", "plan_order"]
+__all__ = [
+    "CheckOrder",
+    "GraphOrder",
+    "PlanOrder",
+    "ProfileOrder",
+    "graph_order",
+    "order_of_this_worker",
+    "plan_order",
+    "profile_order",
+]
 
 
 class CheckOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,3 +51,41 @@ def plan_order() -> PlanOrder | None:
     """None where `mh plan show` did not start this process."""
     text = environment().get(PLAN_VARIABLE, "")
     return msgspec.json.decode(text, type=PlanOrder) if text else None
+
+
+class ProfileOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a trial of `mh profile` differs from the run as it is."""
+
+    data_ready: int = 0
+    """If given, fetch the data of this many steps before the first of them, and end after the last."""
+    share: tuple[int, int] | None = None
+    """(r, n): train alone, on the slices that worker r of n has."""
+    start_gate: str = ""
+    """With `share`: a directory in which the n trials wait for each other before their first step."""
+    loaders: int | None = None
+    """If given, overrides the number of loader processes."""
+    trace: tuple[int, int] | None = None
+    """If given, record these steps, the first and the last of them counted from 1, with torch's profiler."""
+
+
+def profile_order() -> ProfileOrder | None:
+    """None where `mh profile` did not start this process."""
+    text = profiled()
+    return msgspec.json.decode(text, type=ProfileOrder) if text else None
+
+
+class GraphOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    path: str
+    """The file to write the graph to."""
+    strategy: str = ""
+    """If given, overrides the script's strategy."""
+    workers: int = 0
+    """If given, overrides the script's number of workers."""
+    modules_only: bool = False
+    """Do not export the model: record its modules' calls."""
+
+
+def graph_order() -> GraphOrder | None:
+    """None where `mh graph` did not start this process."""
+    text = environment().get(GRAPH_VARIABLE, "")
+    return msgspec.json.decode(text, type=GraphOrder) if text else None

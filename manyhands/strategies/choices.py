@@ -51,7 +51,8 @@ class Mirrored(StrategySettings, frozen=True, kw_only=True):
             TF_CONFIG.
         reducer: How gradients are sent: "exact" (the default), "bf16" in half the bytes, or "int8" in a quarter. The
             last two round, so that results depend on the number of workers; for links that are slower than the
-            computation.
+            computation. Or a function of one parameter's gradients, a list with one for each slice, in place of their
+            sum; so may the optimizer have a method `reduce_grad` of all parameters' lists.
         elastic: (least, most) workers over all hosts: workers and hosts may fail, join and leave while the others
             train. Default: when a worker is lost, the run restarts from its last checkpoint.
         devices, threads, dtypes, recompute, memory_limit: devices, threads, precision and memory of the workers; see
@@ -60,9 +61,15 @@ class Mirrored(StrategySettings, frozen=True, kw_only=True):
 
     workers: int | None = None
     cluster: Any = None
-    reducer: str | None = None
+    reducer: Any = None
     elastic: tuple[int, int] | None = None
     name = "mirrored"
+
+    def __post_init__(self) -> None:
+        if not (self.reducer is None or isinstance(self.reducer, str) or callable(self.reducer)):
+            raise _wrong(
+                f"reducer is {self.reducer!r}, neither a name nor a function", 'reducer="bf16"', where="mh.Mirrored"
+            )
 
 
 MultiWorker = Mirrored
@@ -293,7 +300,7 @@ class LocalSGD(StrategySettings, frozen=True, kw_only=True):
     outer: str = "mean"
     rule: str = "mean"
     trim: float = 0.2
-    outer_lr: float = 0.7
+    outer_lr: float = 0.7  # this and the momentum are the best values according to the DiLoCo paper
     outer_momentum: float = 0.9
     pull: float = 0.9
     post_local: int = 0
@@ -314,6 +321,12 @@ class LocalSGD(StrategySettings, frozen=True, kw_only=True):
         one_of("outer", self.outer, ("mean", "nesterov", "elastic"), "mh.LocalSGD")
         one_of("rule", self.rule, ("mean", "weighted", "median", "trimmed"), "mh.LocalSGD")
         one_of("peers", self.peers, ("all", "pairs"), "mh.LocalSGD")
+        if not isinstance(self.reducer, str | None):
+            raise _wrong(
+                "reducer is a function of gradients, but workers send weights, once in a round",
+                'rule="median"',
+                "mh.Mirrored(reducer=...)",
+            )
         for name, least in (("every", 1), ("fragments", 1), ("overlap", 0), ("post_local", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:

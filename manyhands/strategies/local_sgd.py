@@ -20,10 +20,10 @@ from manyhands.checkpoint.tensor_names import plain_name
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import codec_of
 from manyhands.errors import PeerLost, SpecError
-from manyhands.parallel.averaging.combine_ranks import to_first_rank
 from manyhands.parallel.averaging.local_worker_state import (
     LocalWorkerState,
     check_optimizer,
+    gather_states,
     load_optimizer,
     mean_of_weights,
     states_of_optimizer,
@@ -40,7 +40,7 @@ from manyhands.strategies.engine_parts import Ranks, StepSettings
 from manyhands.strategies.loss_check import LossCheck
 from manyhands.strategies.losses import as_loss
 
-__all__ = ["Averaging", "LocalSGDEngine", "OwnSlices", "exchange_stats", "own_times"]
+__all__ = ["Averaging", "LocalSGDEngine", "OwnSlices", "exchange_stats"]
 
 
 class OwnSlices:
@@ -88,21 +88,11 @@ def exchange_stats(axis: Axis, stats: StepStats, weight: float, request: StepReq
     norm = -1.0 if stats.grad_norm is None else stats.grad_norm
     flags = [float(request.stop), float(request.collect), float(stats.skipped)]
     mine = torch.tensor([stats.loss * weight, weight, norm, *flags, *request.times], dtype=torch.float64)
-    gathered = torch.empty(axis.size, len(mine), dtype=torch.float64)
-    axis.all_gather_start(gathered.view(-1), mine, name).wait()
-    total, weights, norms, stops, collects, skipped, *times = gathered.T.tolist()
+    total, weights, norms, stops, collects, skipped, *times = axis.all_gather(mine, name).T.tolist()
     stats.loss = sum(total) / sum(weights)
     stats.grad_norm = None if max(norms) < 0 or any(map(math.isnan, norms)) else max(norms)
     stats.stop, stats.collect, stats.skipped = int(max(stops)), any(collects), all(skipped)
     stats.times = list(zip(*times, strict=True)) if axis.size > 1 else ()
-
-
-def own_times(phases: Phases, step: StepLike) -> Sequence[float]:
-    """The times of a step that a rank reports with the next one: busy time by phase, and time waiting for others."""
-    seconds, busy = phases.seconds, dict(phases.busy)
-    if step.fetched_together:  # ranks exchanged rows, so all of them waited for the slowest
-        busy["load"] = 0.0
-    return *busy.values(), sum(seconds.values()) - sum(busy.values())
 
 
 class Averaging(NamedTuple):
@@ -278,7 +268,8 @@ class LocalSGDEngine:
         self._all_equal = self.round_closed = False
         if self._own.num_slices:
             self._local.begin_step(self._own)
-        self.phases.begin([self._axis.waiting, self._network().waiting], step.load_s)
+        waits = [self._axis.waiting, self._network().waiting]
+        self.phases.begin(waits, step.load_s, loaded_together=step.fetched_together)
 
     def slice_context(self, piece: SliceLike) -> AbstractContextManager[None]:
         return self._local.slice_context(self._own.piece(piece))
@@ -303,7 +294,7 @@ class LocalSGDEngine:
         self.phases.mark("reduce")
         stats.rows, stats.bytes_sent = step.rows, self._agreed.bytes_sent - sent
         stats.seconds, stats.lr = self.phases.seconds, float(self._optimizer.param_groups[0]["lr"])
-        self._times = own_times(self.phases, step)
+        self._times = self.phases.times()
         return stats
 
     # Averaging.
@@ -411,8 +402,7 @@ class LocalSGDEngine:
             return
         weights = [] if self._all_equal else self._own_tensors()
         own = LocalWorkerState(weights, states_of_optimizer(self._optimizer), self._local.state())
-        gathered = to_first_rank(own.pack(), self._network(), "state of each worker")
-        self._gathered = [LocalWorkerState.unpack(data) for data in gathered]
+        self._gathered = gather_states(own, self._network())
 
     def state(self) -> dict[str, Any]:
         gathered, self._gathered = self._gathered, []

@@ -22,6 +22,7 @@ from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import codec_of
 from manyhands.embedding.replicated_rows import SparseStep
 from manyhands.errors import TrainingFailed
+from manyhands.parallel.gradients.custom_reduction import own_reduction
 from manyhands.parallel.gradients.gradient_norm import clip_factor
 from manyhands.parallel.gradients.network_sum import total_weight
 from manyhands.parallel.gradients.reduce_scatter_sum import ShardedSum
@@ -95,19 +96,20 @@ class Replicated(LossComputation):
         spread: ModelParallelReplica | None = None,
         backend: Callable[[nn.Module, Optimizer, Axis], ReplicaBackend] | None = None,
         one_copy: bool = False,
+        reducer: Callable[[list[Tensor]], Tensor] | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`shares` maps the number of slices of a step to each rank's slices; `rows` decides where embedding rows are.
 
         With `spread`, each replica spans several ranks. `backend` stores weights elsewhere than in replicas. With
         `one_copy`, an optimizer whose updates ranks cannot divide is refused: each rank would need a copy of the
-        weights.
+        weights. `reducer` is the user's function that combines the gradients of the slices, if there is one.
         """
         super().__init__(side)
         self._axis, self._network, self._sharing = ranks
         self._settings, self._codec, self.shares = settings, codec_of(settings.reducer), shares
         self._make_rows, self._make_backend, self._one_copy, self._warn = rows, backend, one_copy, warn
-        self.spread, self._local = spread, nn.Module()
+        self.spread, self._local, self._reducer = spread, nn.Module(), reducer
         self._backend: ReplicaBackend | None = None
         self._gathered: dict[int, Tensor] = {}
         tolerance = TOLERANCE if side.precision.name in ("fp32", "fp64") else HALF_TOLERANCE
@@ -185,7 +187,8 @@ class Replicated(LossComputation):
             bucket_bytes=self._settings.bucket_bytes,
             check_every=self._settings.check_every,
             warn=self._warn,
-            reduction=self.spread.reduction if self.spread is not None else None,
+            reduction=own_reduction(self._reducer, optimizer),
+            one_copy=self._one_copy,
         )
 
     @property
@@ -234,8 +237,9 @@ class Replicated(LossComputation):
         self._buffers = StepBuffers(self._local, self._foreign)
         if self._one_copy and self.held.common is None:
             raise TrainingFailed(
-                f"Updates of {type(self._optimizer).__name__} cannot be divided: every worker would keep a copy of the "
-                "weights and of the whole optimizer state.",
+                f"Updates of {type(getattr(self._optimizer, 'keras', self._optimizer)).__name__} cannot be divided: "
+                "every worker would keep a copy of the weights and of the whole optimizer state."
+                + (f" {why}." if (why := getattr(self._optimizer, "why_whole", "")) else ""),
                 fix=["torch.optim.AdamW, or another of torch's own", 'strategy="mirrored"'],
             )
 
@@ -438,8 +442,9 @@ class Replicated(LossComputation):
     def _begin(self, step: StepLike, stop: int, collect: bool, *, within: bool = False) -> None:
         """With `within`, an optimizer step is in progress: replicas are compared only between steps."""
         waits, divided = self.held.gradients.waits, self.shares(step.num_slices)
-        self.phases.begin(waits if self._axis.waiting in waits else [*waits, self._axis.waiting], step.load_s)
-        self._step, self._joint_load_s = step, step.load_s if step.fetched_together else 0.0
+        waits = waits if self._axis.waiting in waits else [*waits, self._axis.waiting]
+        self.phases.begin(waits, step.load_s, loaded_together=step.fetched_together)
+        self._step = step
         if self._layout is None or self._layout.bounds != step.bounds or self._layout.divided != divided:
             self._layout = number_slices(step.bounds, divided)
         self._positions, shares = self._layout.positions, self._layout.shares
@@ -567,16 +572,9 @@ class Replicated(LossComputation):
         self.phases.mark("update")
         stats.seconds = self.phases.seconds
         stats.lr = float(self._optimizer.param_groups[0]["lr"])
-        self._times = self._own_times()
+        # After taking over slices of a lost rank, its times do not compare with the others'.
+        self._times = NO_TIMES if self._exchange.moved else self.phases.times()
         return stats
-
-    def _own_times(self) -> Sequence[float]:
-        """The times of the step that this rank reports: busy time by phase, and time waiting for other ranks."""
-        if self._exchange.moved:  # it took over slices of a lost rank
-            return NO_TIMES
-        seconds, busy = self.phases.seconds, self.phases.busy
-        busy["load"] -= self._joint_load_s  # ranks exchanged rows, so all of them waited for the slowest
-        return *busy.values(), sum(seconds.values()) - sum(busy.values())
 
     def _train_step_with_closure(self, step: StepLike, stop: int, collect: bool) -> StepStats:
         """Optimizers such as LBFGS evaluate the loss several times per step; each evaluation covers the whole batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,15 @@ class PoolSession:
     def wait(self, keys: list[str], timeout_s: float) -> None:
         self._store.wait(keys, timedelta(seconds=timeout_s))
 
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def delete(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
     def shared_memory(self, name: str, num_bytes: int, ranks: int = 0) -> Segment:
         """The first rank to ask allocates in place of the agent; the others open its memory through /proc."""
         key = f"memory/{self.identity.host}/{name}"
@@ -75,6 +85,9 @@ class PoolSession:
 
     def publish(self, event: Event) -> None:
         self.events.append(event)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def positions(self) -> dict[int, WorkerPosition]:
         return {}

@@ -1,8 +1,9 @@
 """Reused worker processes that run a function as ranks 0 to n - 1, with real collectives between them.
 
-Starting a process and importing torch takes seconds, so a pool keeps its processes between calls. Inside the function
-`mh.Trainer` and `mh.join` work as in a run of n workers, without an agent. Functions must be importable, arguments and
-results picklable by multiprocessing. Start reading at `RankPool.__call__`.
+Starting a process and importing torch takes seconds, so a pool keeps its processes between calls, and forks them from
+one that has imported torch and computes nothing (Python's fork server). Inside the function `mh.Trainer` and `mh.join`
+work as in a run of n workers, without an agent. Functions must be importable, arguments and results picklable by
+multiprocessing. Start reading at `RankPool.__call__`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["RankFailed", "RankPool"]
+
+# What ranks import, and what starts no thread when it is imported: a process with threads must not be forked.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "manyhands.training.trainer"]
 
 
 class RankFailed(AssertionError):
@@ -76,7 +80,8 @@ class RankPool:
 
     def start(self, world_size: int) -> None:
         """Start processes up to that many, without waiting for them. A call starts those that it needs."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         while len(self._workers) < world_size:
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end, self._threads), daemon=True)

@@ -11,6 +11,7 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from manyhands.control.session.run_session import RunSession
 from manyhands.control.session.session import Session
 from manyhands.errors import SpecError, UsageError
 from manyhands.launcher import launch
@@ -24,7 +25,7 @@ from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.launcher_tasks import engine_task
 from manyhands.spec.load import Resolved
-from manyhands.spec.probe_requests import PlanOrder, order_of_this_worker, plan_order
+from manyhands.spec.probe_requests import GraphOrder, PlanOrder, graph_order, order_of_this_worker, plan_order
 from manyhands.spec.worker_identity import WorkerIdentity
 from manyhands.strategies.choices import Single
 from manyhands.strategies.registry import STRATEGIES
@@ -56,7 +57,7 @@ def enter(
     With `tune`, a script started by hand first measures which settings are fastest.
     """
     load_compiler_late()
-    order = plan_order()
+    order = plan_order() or graph_order()
     if order is not None:
         return _planning_worker(as_strategy(strategy), order, arguments)
     in_test: tuple[Any, ScriptTrainings | None] = _current_session.get() or (None, None)
@@ -78,7 +79,13 @@ def enter(
     flags = identity.flags if identity is not None else _tuned_flags(chosen, given) if tune else {}
     resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
-        chosen = in_place_of(chosen, resolved.spec.train.strategy)
+        asked, chosen = chosen, in_place_of(chosen, resolved.spec.train.strategy)
+        if callable(reducer):
+            raise SpecError(
+                f"The script's mh.{type(asked).__name__} has its own reducer, which another strategy would drop.",
+                where=resolved.origins["train.strategy"],
+                fix=["the script's strategy", "no reducer="],
+            )
     check_strategy_names(chosen.name, STRATEGIES[chosen.name].uses)
     checked = order_of_this_worker()
     if checked is not None:
@@ -89,8 +96,10 @@ def enter(
         if launch.needs_launcher(resolved, task=task):
             launch.become_launcher(resolved, task=task)
         worker = Worker(_solo(resolved), resolved, chosen, kind)
+        if resolved.spec.launch.allocator == "keep":  # workers of a launcher get this through their environment
+            process_settings.keep_freed_memory()
         for line in (*_missing_devices(chosen, worker.session.identity), *_separate_tasks(load.environment())):
-            worker.warn(line)
+            worker.events.warn(line)
         return worker
     if session is None and chosen.on_servers and not identity.num_servers:
         ask_for_servers(identity, resolved.spec.num_servers)
@@ -102,19 +111,22 @@ def enter(
         *_missing_devices(chosen, identity),
         *_late_variables(),
     ):
-        worker.warn(line)
+        worker.events.warn(line)
     return worker
 
 
-def _planning_worker(chosen: StrategyChoice, order: PlanOrder, arguments: Mapping[str, Any]) -> Worker:
-    """The single process of `mh plan show`: it trains nothing, and prints the plan for the workers asked for."""
+def _planning_worker(chosen: StrategyChoice, order: PlanOrder | GraphOrder, arguments: Mapping[str, Any]) -> Worker:
+    """The single process of `mh plan show` or `mh graph`: it trains nothing, and answers for the workers asked for."""
     if order.strategy and order.strategy != chosen.name:
         chosen = in_place_of(chosen, order.strategy)
     workers = order.workers or getattr(chosen, "workers", None) or 1
     alone = {"train.strategy": "single", "launch.workers": 1, "launch.ui": "none"}
+    # Only used where a script's own loop runs until it calls its model.
+    alone["run.run_dir"] = f"{order.path}.run"
     resolved = load.resolve(flags=alone, arguments={"slices": arguments.get("slices")})
     worker = Worker(ScriptTrainings(SoloSession(resolved)), resolved, Single())
-    worker.planned = Planned(chosen, workers, resolved.spec.train.slices, order.path)
+    graph = order if isinstance(order, GraphOrder) else None
+    worker.planned = Planned(chosen, workers, resolved.spec.train.slices, order.path, graph)
     return worker
 
 
@@ -166,7 +178,7 @@ def _tuned_flags(strategy: StrategyChoice, arguments: Mapping[str, Any]) -> dict
     return tune_this_script(arguments)
 
 
-def _own_script(session: Callable[[], Session | SoloSession]) -> ScriptTrainings:
+def _own_script(session: Callable[[], RunSession]) -> ScriptTrainings:
     """The trainings of this process: the first call creates the object, later calls return it."""
     global _script
     if _script is None:
@@ -178,7 +190,8 @@ def _own_script(session: Callable[[], Session | SoloSession]) -> ScriptTrainings
 def _solo(resolved: Resolved) -> ScriptTrainings:
     """A training that asks for another run directory is a new run; otherwise it is one more training of this run."""
     global _script
-    if _script is not None and not _script.session.takes(resolved):
+    session = _script.session if _script is not None else None
+    if isinstance(session, SoloSession) and not session.takes(resolved):
         _script = None
     return _own_script(lambda: SoloSession(resolved))
 

@@ -292,7 +292,7 @@ class Hands:
             values: Numbers or tensors of one element, by name: `hands.log(loss=hands.loss)`.
         """
         numbers = {name: worker_means.number(value) for name, value in values.items()}
-        self._worker.emit(Logged(time_s=time.time(), step=self.steps_done, values=numbers))
+        self._worker.events.emit(Logged(time_s=time.time(), step=self.steps_done, values=numbers))
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of `value` over the workers that had a slice in this step, weighted by their rows.

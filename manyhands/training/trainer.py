@@ -7,7 +7,7 @@ This file has the public object and its calls; setup is in `loop/run.py`, the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,10 @@ from manyhands.training.loop.fit_history import TRAINED, FitSettings
 from manyhands.training.loop.run import EVAL_BATCH, Run
 from manyhands.training.loop.setting_checks import by_step, check_counts
 from manyhands.training.loop.step_lifecycle import StepLifecycle
+from manyhands.training.setup import keras_models
 from manyhands.training.setup.user_model import assemble, check_ending, load_weights, save_model, set_precision_
 from manyhands.training.state.checkpointing import Checkpoints, check_checkpoints
+from manyhands.training.state.foreign_optimizer import whole_in_place
 from manyhands.training.step import evaluation
 from manyhands.training.step.hooks import EarlyStop, Hooks
 from manyhands.training.step.validation_schedule import (
@@ -246,12 +248,12 @@ class Trainer:
         Continues an unfinished run of the same run directory unless `resume="never"`. All workers must call it.
 
         Args:
-            data: A tuple or dict of tensors or arrays, a Dataset, a DataLoader, a generator function, a function of
-                `mh.InputContext`, or a glob of files; docs/data.md has all kinds. The order is a function of `seed` and
-                epoch.
+            data: A tuple or dict of tensors or arrays, an `mh.Dataset`, a torch Dataset, a DataLoader, a generator
+                function, a function of `mh.InputContext`, or a glob of files; docs/data.md has all kinds. The order is
+                a function of `seed` and epoch.
             epochs: The number of passes over the data. Either this or `steps`.
             steps: The number of further optimizer updates.
-            batch_size: Rows of the global batch, over all workers. Default: that of a DataLoader.
+            batch_size: Rows of the global batch, over all workers. Default: that of a DataLoader or `mh.Dataset`.
             batch_per_worker: Rows per worker instead, times the number of workers with which the run began: then
                 results depend on that number.
             validation: Data to evaluate on at the end of every epoch, and at the end of the training; the results are
@@ -282,6 +284,8 @@ class Trainer:
         check_validations(asked, validates=validation is not None or validation_split is not None)
         check_train_metrics(train_metrics, run.parts.metrics)
         run.offer(data, collate, batch_size or batch_per_worker, batched=batched)
+        if run.graph is not None:
+            run.graph.call_model(run.sample().batch)
         if run.worker.planned is not None:
             write_plan(run.worker.planned, run.parts, run.sample())
         run.check_memory()
@@ -392,10 +396,12 @@ class Trainer:
             return
 
         def work() -> None:
-            weights = training.whole_weights()
-            if self.is_chief and not run.worker.in_trial:
-                save_model(training.model, Path(path), weights)
-            run.worker.wait_for_chief("save")
+            is_foreign = Path(path).suffix in keras_models.SUFFIXES
+            weights = None if is_foreign else training.whole_weights()
+            with whole_in_place(training) if is_foreign else nullcontext():
+                if self.is_chief and not run.worker.in_trial:
+                    save_model(training.model, Path(path), weights)
+                run.worker.wait_for_chief("save")
 
         run.regrouping.agreed(work)
         run.record_result(lambda: run.calls.finish(None))
@@ -441,9 +447,9 @@ def _take_steps(
         run.announce("fit", lifecycle.total_steps, source)
         num_steps = lifecycle.total_steps and lifecycle.total_steps - lifecycle.training.progress.call_step
         if once := only_at_the_end(validations, num_steps):
-            run.worker.warn(once)
+            run.worker.events.warn(once)
         run.check_first_loss()
-    with run.regrouping.listening(lifecycle.regrouped), run.worker.interruptible():
+    with run.regrouping.listening(lifecycle.regrouped), run.worker.session.interruptible():
         history = History(run_fit(lifecycle, steps_from, resumed=joined or run.calls.is_resumed))
     run.record_result(lambda: run.calls.finish(list(history)))
     return history

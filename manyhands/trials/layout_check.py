@@ -6,12 +6,8 @@ comparison is pure. Start reading at `check`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,12 +15,12 @@ from torch import Tensor
 
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import TrainingFailed, UsageError
-from manyhands.spec.load import CHECK_VARIABLE, KEYS, TRIAL_VARIABLE, environment, nearest
+from manyhands.spec.load import CHECK_VARIABLE, nearest
 from manyhands.spec.probe_requests import CheckOrder
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.trials.check_recording import Checked, deviation, read_record, size_of
 from manyhands.trials.trial_process import Failed, TrialRequest
-from manyhands.trials.trial_runner import IN_A_TRIAL
+from manyhands.trials.trial_runner import by_dotted_key, run_trial
 
 __all__ = ["Asked", "Layout", "LayoutFinding", "LayoutReport", "check", "check_repeats", "layouts_for", "tolerance_for"]
 
@@ -272,40 +268,13 @@ def _below(finding: LayoutFinding) -> Iterator[str]:
 def _run(asked: Asked, layout: Layout, *, nudged: bool = False) -> tuple[Checked | None, str]:
     """The record of the script under this layout; or None and the reason, in one line."""
     order = CheckOrder(asked.steps, layout.strategy, dict(layout.settings), nudged)
-    environ = {**environment(), TRIAL_VARIABLE: "1", CHECK_VARIABLE: msgspec.json.encode(order).decode()}
-    with tempfile.TemporaryDirectory(prefix="manyhands-check-", ignore_cleanup_errors=True) as folder:
-        run_dir = Path(folder) / "run"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "manyhands.trials.trial_process"],
-                input=msgspec.json.encode(_trial(asked, layout, str(run_dir))),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environ,
-                timeout=asked.timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return None, f"it did not reach step {asked.steps} within {asked.timeout_s:g} s"
-        return read_record(run_dir), _reason(done.stdout)
-
-
-def _trial(asked: Asked, layout: Layout, run_dir: str) -> TrialRequest:
-    given = {KEYS[name].dotted: value for name, value in asked.flags.items()}
     forced = {"train.strategy": layout.strategy, "launch.workers": layout.workers, "train.slices": asked.slices}
-    return TrialRequest(
-        command=asked.command,
-        run_dir=run_dir,
-        parent=os.getpid(),
-        # The same number of threads everywhere: it changes the rounding of sums.
-        flags={"launch.threads": 1, **given, **forced, **IN_A_TRIAL, "run.run_dir": run_dir},
-        config_file=asked.config_file,
-    )
-
-
-def _reason(output: bytes) -> str:
-    decoder = msgspec.json.Decoder(Failed)
-    for line in output.splitlines():
-        if b'"Failed"' in line:
-            return decoder.decode(line).reason
-    return "it ended without a step of mh.Trainer"
+    # The same number of threads everywhere: it changes the rounding of sums.
+    flags = {"launch.threads": 1, **by_dotted_key(asked.flags), **forced}
+    give_up_at = time.monotonic() + asked.timeout_s
+    request = TrialRequest(command=asked.command, flags=flags, config_file=asked.config_file)
+    with run_trial(request, **{CHECK_VARIABLE: msgspec.json.encode(order).decode()}) as trial:
+        failures = [one.reason for one in trial.reports(until=lambda: give_up_at) if isinstance(one, Failed)]
+        if not trial.has_ended:
+            return None, f"it did not reach step {asked.steps} within {asked.timeout_s:g} s"
+        return read_record(trial.run_dir), next(iter(failures), "it ended without a step of mh.Trainer")

@@ -28,12 +28,14 @@ __all__ = ["Failed", "TrialRequest", "Wrote", "main"]
 
 class TrialRequest(msgspec.Struct, kw_only=True):
     command: WorkerCommand
-    run_dir: str
-    parent: int
     flags: dict[str, Any] = {}
+    """Settings by dotted key."""
     arguments: dict[str, Any] = {}
     """The script's constructor arguments, where they are known."""
     config_file: str | None = None
+    run_dir: str = ""
+    """With `parent`, set by `trial_runner.run_trial`."""
+    parent: int = 0
 
 
 class Failed(msgspec.Struct, tag_field="event", tag=True):

@@ -1,8 +1,8 @@
-"""Tuning by measurement: runs the script for a few seconds with each setting, and reports which was fastest.
+"""Trials, and tuning by them: runs the script for a few seconds with each setting, and reports which was fastest.
 
 A trial is a real run in a temporary directory. It is killed in the middle of its training, so the script's code after
 the training does not run; it writes no checkpoint, and `save` does nothing in it. What to try and what to choose is
-decided in `tuning_search`. Start reading at `tune`.
+decided in `tuning_search`. Start reading at `run_trial` and `tune`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 from manyhands import errors
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import ManyhandsError, TrainingFailed, UsageError
-from manyhands.events import RunEnded, RunStarted, StepDone
+from manyhands.events import Event, RunEnded, RunStarted, StepDone
 from manyhands.launcher.launch import own_command, place
 from manyhands.launcher.machine import this_machine
 from manyhands.observe.event_text import clean, count, duration
@@ -38,7 +40,18 @@ from manyhands.trials import tuning_search
 from manyhands.trials.trial_process import Failed, TrialRequest, Wrote
 from manyhands.trials.tuning_search import Gauge, Ground, Measured, Result, Trial, TuningChoice
 
-__all__ = ["SECONDS", "WAIT_S", "Tuned", "Tuning", "ended_by_signals", "tune", "tune_this_script"]
+__all__ = [
+    "SECONDS",
+    "WAIT_S",
+    "RunningTrial",
+    "Tuned",
+    "Tuning",
+    "by_dotted_key",
+    "ended_by_signals",
+    "run_trial",
+    "tune",
+    "tune_this_script",
+]
 
 SECONDS = 3.0
 WAIT_S = 120.0
@@ -50,6 +63,84 @@ LINES_KEPT = 12
 WORDS_KEPT = 100
 
 _reports: msgspec.json.Decoder[Failed | Wrote] = msgspec.json.Decoder(Failed | Wrote)
+
+
+class RunningTrial:
+    """A trial between its start and its end, in a separate process: `trial_process`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.has_ended = False
+        """Whether its launcher has ended, as far as `reports` was iterated."""
+        self._process = process
+
+    def reports(self, until: Callable[[], float]) -> Iterator[Event | Failed | Wrote]:
+        """What its launcher reports, until it ends, or until `until()` by the monotonic clock."""
+        assert self._process.stdout is not None
+        reading, rest = self._process.stdout.fileno(), b""
+        os.set_blocking(reading, False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(reading, selectors.EVENT_READ)
+            while (left_s := until() - time.monotonic()) > 0:
+                if not selector.select(left_s):
+                    continue
+                data = os.read(reading, 2**16)
+                if not data:
+                    self.has_ended = True
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                yield from filter(None, map(_parse, lines))
+
+
+def _parse(line: bytes) -> Event | Failed | Wrote | None:
+    if (event := parse_line(line)) is not None:
+        return event
+    with contextlib.suppress(msgspec.DecodeError):
+        return _reports.decode(line)
+    return None
+
+
+@contextlib.contextmanager
+def run_trial(request: TrialRequest, **variables: str) -> Iterator[RunningTrial]:
+    """Run a trial, with these variables in its environment; when the context ends, so have all of its processes."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-trial-", ignore_cleanup_errors=True) as folder:
+        run_dir = os.path.join(folder, "run")
+        flags = {**request.flags, **IN_A_TRIAL, "run.run_dir": run_dir}
+        request = replace(request, run_dir=run_dir, parent=os.getpid(), flags=flags)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "manyhands.trials.trial_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**environment(), TRIAL_VARIABLE: "1", **variables},
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the trial
+        )
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+                stdin.write(msgspec.json.encode(request))
+            yield RunningTrial(process, Path(run_dir))
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the trial's workers through its launcher, and wait until all have ended: the next trial needs the cores."""
+    with process:
+        assert process.stdout is not None
+        process.stdout.close()  # or a launcher with much output would block until it is read
+        give_up_at = time.monotonic() + GONE_AFTER_S
+        while process.poll() is None and time.monotonic() < give_up_at:
+            # The second Ctrl-C ends a run at once, without a checkpoint; but two in quick succession may arrive as one.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(AGAIN_AFTER_S)
+        if process.poll() is None:
+            process.kill()  # its guard ends the processes that it leaves
+
+
+def by_dotted_key(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {KEYS[name].dotted: value for name, value in flags.items()}
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,16 +199,15 @@ def tune(asked: Tuning, say: Callable[[str], None]) -> Tuned:
     if place(resolved, environ).num_hosts > 1:
         raise UsageError("Tuning measures one host, but this run has several.", fix=["mh tune on one of them"])
     with ended_by_signals():
-        first = _Trial(asked, {}, environ).run()
+        first = _MeasuredTrial(asked, {}).run()
         if first.started is None or first.measured is None:
             raise first.error()
         ground = _ground(asked, resolved, first.started, environ)
         results: list[Result] = []
         trial: Trial | None = ground.default
         while trial is not None:
-            outcome = (
-                first if not results else _Trial(asked, tuning_search.flags_of(trial, ground.default), environ).run()
-            )
+            changes = tuning_search.flags_of(trial, ground.default)
+            outcome = _MeasuredTrial(asked, changes).run() if results else first
             results.append(Result(trial=trial, measured=outcome.measured, failed=outcome.reason))
             say(f"{len(results)}. {_describe(trial)}: {_speed(results[-1])}")
             trial = tuning_search.next_trial(ground, results)
@@ -179,75 +269,42 @@ def _speed(result: Result) -> str:
     return f"{count(result.measured.rows_per_s)} rows/s" if result.measured else f"failed: {result.failed}"
 
 
-class _Trial:
+class _MeasuredTrial:
     """One run of the script with these flags, from its start to the end of its last process."""
 
-    def __init__(self, asked: Tuning, flags: dict[str, Any], environ: Mapping[str, str]) -> None:
+    def __init__(self, asked: Tuning, flags: dict[str, Any]) -> None:
         self.started: RunStarted | None = None
         self._asked, self._flags = asked, flags
-        self._environ = {**environ, TRIAL_VARIABLE: "1"}
         self._gauge = Gauge(asked.seconds)
         self._failed: Failed | None = None
         self._ended = False
         self._stderr: deque[str] = deque(maxlen=LINES_KEPT)
         self._first_step_at: float | None = None
 
-    def run(self) -> _Trial:
-        with tempfile.TemporaryDirectory(prefix="manyhands-tune-", ignore_cleanup_errors=True) as folder:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "manyhands.trials.trial_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=self._environ,
-                start_new_session=True,  # Ctrl-C reaches only this process, which ends the trial
-            )
-            try:
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-                    stdin.write(msgspec.json.encode(self._order(folder)))
-                self._watch(process, time.monotonic())
-            finally:
-                _end(process)
-        return self
-
-    def _order(self, folder: str) -> TrialRequest:
-        # The launch's flags, then the trial's changes, then the settings of every trial: the last one wins.
-        given = {KEYS[name].dotted: value for name, value in self._asked.flags.items()}
-        return TrialRequest(
-            command=self._asked.command,
-            run_dir=os.path.join(folder, "run"),
-            parent=os.getpid(),
-            flags={**given, **self._flags, **IN_A_TRIAL, "run.run_dir": os.path.join(folder, "run")},
-            arguments=dict(self._asked.arguments),
-            config_file=self._asked.config_file,
+    def run(self) -> _MeasuredTrial:
+        asked = self._asked
+        request = TrialRequest(
+            command=asked.command,
+            flags={**by_dotted_key(asked.flags), **self._flags},  # the last one wins
+            arguments=asked.arguments,
+            config_file=asked.config_file,
         )
-
-    def _watch(self, process: subprocess.Popen[bytes], started_at: float) -> None:
-        """Read the trial's reports until it is measured, has ended, or takes too long."""
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        rest = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while not self._gauge.enough and (left_s := self._deadline(started_at) - time.monotonic()) > 0:
-                if not selector.select(left_s):
-                    continue
-                data = os.read(process.stdout.fileno(), 2**16)
-                if not data:
-                    self._ended = True
-                    return
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self._take(line)
+        with run_trial(request) as trial:
+            started_at = time.monotonic()
+            for report in trial.reports(until=lambda: self._deadline(started_at)):
+                self._take(report)
+                if self._gauge.enough:
+                    break
+            self._ended = self._ended or trial.has_ended
+        return self
 
     def _deadline(self, started_at: float) -> float:
         if self._first_step_at is None:
             return started_at + self._asked.wait_s
         return self._first_step_at + self._asked.seconds + self._asked.wait_s
 
-    def _take(self, line: bytes) -> None:
-        match parse_line(line) or _parse(line):
+    def _take(self, report: Event | Failed | Wrote) -> None:
+        match report:
             case StepDone() as step:
                 self._first_step_at = self._first_step_at or time.monotonic()
                 self._gauge.add(step.rows, step.took_s)
@@ -292,27 +349,6 @@ class _Trial:
             f"The script cannot be measured: {self.reason}." + (f" Its last output:{output}" if output else ""),
             fix=fix[:1] if self._ended else fix,
         )
-
-
-def _parse(line: bytes) -> Failed | Wrote | None:
-    with contextlib.suppress(msgspec.DecodeError):
-        return _reports.decode(line)
-    return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the trial's workers through its launcher, and wait until all have ended: the next trial needs the cores."""
-    with process:
-        assert process.stdout is not None
-        process.stdout.close()  # or a launcher with much output would block until it is read
-        give_up_at = time.monotonic() + GONE_AFTER_S
-        while process.poll() is None and time.monotonic() < give_up_at:
-            # The second Ctrl-C ends a run at once, without a checkpoint; but two in quick succession may arrive as one.
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(AGAIN_AFTER_S)
-        if process.poll() is None:
-            process.kill()  # its guard ends the processes that it leaves
 
 
 @contextlib.contextmanager

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.baton import Process, Side, interleave, rotated, steps_per_block, taking_turns
-from bench.child import ScriptFailed
-from bench.memory import bytes_of
+from bench.driver.baton import Process, Side, interleave, rotated, steps_per_block, taking_turns
+from bench.driver.child import ScriptFailed
+from bench.replicas.memory import bytes_of
 
 # Every run of steps is written down with its beginning and its end, so that the test sees who ran when.
 SIDE = """
 import sys, time
-from bench.turns import Turns, take_turns
+from bench.driver.turns import Turns, take_turns
 def run(steps):
     with open(sys.argv[1], "a") as book:
         book.write(f"{sys.argv[2]} {time.monotonic()} ")

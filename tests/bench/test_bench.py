@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import accuracy, report
 from bench.__main__ import main
-from bench.baton import Process
-from bench.child import ScriptFailed
-from bench.table import ROWS
+from bench.driver.baton import Process
+from bench.driver.child import ScriptFailed
+from bench.hosts import accuracy
+from bench.results import report
+from bench.results.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 

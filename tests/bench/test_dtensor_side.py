@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bench.dtensor_side import Block, Decoder
-from bench.models import HEADS, WIDTH, make_data, make_model
+from bench.layouts.dtensor_side import Block, Decoder
+from bench.programs.models import HEADS, WIDTH, make_data, make_model
 
 
 def test_layers_that_dtensor_can_divide_compute_what_the_benchmarks_transformer_computes() -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.commits import Commit, commits_between, first_in_later, read_commits, stall, step_times
-from bench.compare import Measured, judge
-from bench.report import outcome, table, wish
-from bench.served_kills import first_after
-from bench.soak import Held, _leaks
-from bench.table import Row, Target
+from bench.recovery.commits import Commit, commits_between, first_in_later, read_commits, stall, step_times
+from bench.recovery.soak import Held, _leaks
+from bench.results.compare import Measured, judge
+from bench.results.report import outcome, table, wish
+from bench.results.table import Row, Target
+from bench.servers.served_kills import first_after
 
 
 def test_commits_of_all_workers_are_read_by_time_and_a_torn_line_waits(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.served_side import THINK_S, thinking
-from bench.turns import ADDRESS_VARIABLE, SETTLING_STEPS, SIDE_VARIABLE, TurnHook, Turns
+from bench.driver.turns import ADDRESS_VARIABLE, SETTLING_STEPS, SIDE_VARIABLE, TurnHook, Turns
+from bench.servers.served_side import THINK_S, thinking
 
 
 class Trainer:

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import report
-from bench.compare import Measured, Size, divide, judge
-from bench.picture import achieved, draw
-from bench.table import BENCHES, OURS, ROWS, Row, Target, chosen, verdict
+from bench.results import report
+from bench.results.compare import Measured, Size, divide, judge
+from bench.results.picture import achieved, draw
+from bench.results.table import BENCHES, OURS, ROWS, Row, Target, chosen, verdict
 
 SPEED = Row("row", "ddp", "some", "a step", "DDP", Target("speed", 1.3))
 TIME = Row("row", "overhead", "some", "a step", "by hand", Target("time", 1.02, noise_counts=True))

@@ -88,7 +88,7 @@ def test_a_run_whose_servers_and_workers_are_struck_ends_where_the_undisturbed_o
 
 
 @pytest.mark.long
-def test_a_script_that_fails_by_itself_is_named_before_any_fault(tmp_path: Path) -> None:
+def test_a_script_that_fails_without_a_fault_is_named_before_any_fault(tmp_path: Path) -> None:
     done = chaos(tmp_path, "train.py", "many")
     assert done.returncode == 1
     assert "cannot be tested" in done.stderr and "ValueError" in done.stderr

@@ -51,7 +51,7 @@ def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def nobody(folder: Path) -> ExtraAgents:
+def no_agents(folder: Path) -> ExtraAgents:
     return ExtraAgents(0, (), folder / "join", folder / "said")
 
 
@@ -72,7 +72,7 @@ def test_a_slow_worker_is_stopped_and_let_go_by_turns_until_it_is_struck_for_goo
     child: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     timeline = FaultTimeline()
-    striker = Striker(tmp_path, timeline, nobody(tmp_path), print)
+    striker = Striker(tmp_path, timeline, no_agents(tmp_path), print)
     striker._pause(child.pid, time.monotonic() + 60)
     for stopped in (True, False, True):
         until(timeline, child, stopped=stopped)
@@ -90,7 +90,7 @@ def test_no_file_can_be_written_while_the_disk_is_full(child: subprocess.Popen[s
         child.stdin.flush()
         return child.stdout.readline().strip()
 
-    striker = Striker(tmp_path, FaultTimeline(), nobody(tmp_path), print)
+    striker = Striker(tmp_path, FaultTimeline(), no_agents(tmp_path), print)
     assert tries() == "written"
     striker._limits[child.pid] = _forbid_files(child.pid)
     assert tries() == "File too large"
@@ -99,14 +99,14 @@ def test_no_file_can_be_written_while_the_disk_is_full(child: subprocess.Popen[s
 
 
 @pytest.mark.parametrize("child", [HANGS], indirect=True)
-def test_a_worker_told_to_hang_lets_no_thread_run(child: subprocess.Popen[str]) -> None:
+def test_a_worker_made_to_hang_runs_no_thread(child: subprocess.Popen[str]) -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "tick\n"
     child.send_signal(HANG_SIGNAL)
     deadline = time.monotonic() + 60
     while select.select([child.stdout], [], [], 0.5)[0]:  # what it said until the signal came
         assert os.read(child.stdout.fileno(), 2**16), "it has ended"
-        assert time.monotonic() < deadline, "its thread goes on"
+        assert time.monotonic() < deadline, "its thread still runs"
 
 
 def servers(*pids: int, starting: int) -> Status:
@@ -119,12 +119,12 @@ def servers(*pids: int, starting: int) -> Status:
 
 
 @pytest.mark.parametrize("child", [WRITER], indirect=True)
-def test_a_server_that_serves_is_struck_once_and_the_next_one_stands_in_for_one_that_does_not(
+def test_a_serving_server_is_struck_once_and_the_next_one_is_struck_in_place_of_one_that_is_not(
     child: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    striker = Striker(tmp_path, FaultTimeline(), nobody(tmp_path), lambda struck: None)
+    striker = Striker(tmp_path, FaultTimeline(), no_agents(tmp_path), lambda struck: None)
     status = servers(child.pid, starting=os.getpid())
     assert striker._at(Fault(1, 0.0, "stop-server", 1), status)
     assert [(one.who, one.pid, one.step) for one in striker.strikes] == [("server 0", child.pid, 4)]
     until(FaultTimeline(), child, stopped=True)
-    assert not striker._at(Fault(2, 0.0, "kill-server", 0), status), "nobody is left to strike"
+    assert not striker._at(Fault(2, 0.0, "kill-server", 0), status), "no server is left to strike"

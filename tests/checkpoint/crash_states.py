@@ -1,6 +1,6 @@
 """Every state a disk may be in after power is lost, computed from a log of what was asked of it.
 
-What was synced is there. What was not may be there or not, each change by itself: a directory entry whose directory was
+What was synced is there. What was not may be there or not, change by change: a directory entry whose directory was
 not synced after it, and the bytes of a file after its last sync (lost, torn at 512 or 4096 bytes, zeros, or all there).
 """
 
@@ -145,7 +145,7 @@ def build(tree: Tree, path: Path) -> None:
 
 
 def key(tree: Tree) -> Any:
-    """Equal for equal trees, whatever random names temp directories have: they are all alike to a loader."""
+    """Equal for equal trees with any random names of temp directories: they are all alike to a loader."""
     return tuple(
         sorted((name, key(content) if isinstance(content, dict) else content) for name, content in tree.items())
     )

@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(two, damage)
     assert str(newest) in found.skipped[0]
 
 
-def test_when_every_checkpoint_is_damaged_nobody_starts_over_in_silence(two):
+def test_when_every_checkpoint_is_damaged_no_run_starts_over_in_silence(two):
     root, newest = two
     truncate(newest, None)
     truncate(root / "step-00000001", None)
@@ -140,7 +140,7 @@ def test_when_every_checkpoint_is_damaged_nobody_starts_over_in_silence(two):
 
 
 @pytest.mark.parametrize("damage", [delete_manifest, empty_manifest])
-def test_when_every_manifest_is_gone_nobody_starts_over_in_silence(two, damage):
+def test_when_every_manifest_is_gone_no_run_starts_over_in_silence(two, damage):
     root, newest = two
     damage(newest, None)
     damage(root / "step-00000001", None)
@@ -207,7 +207,7 @@ HOSTILE_SHARDS = {
     "the same name twice": tensor_file(pairs(("a", entry(0, 4)), ("a", entry(0, 4))), bytes(4)),
     "overlapping tensors": tensor_file({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6)),
     "a hole": tensor_file({"a": entry(0, 4), "b": entry(6, 8)}, bytes(8)),
-    "bytes nobody owns": tensor_file({"a": entry(0, 4)}, bytes(8)),
+    "bytes of no tensor": tensor_file({"a": entry(0, 4)}, bytes(8)),
     "offsets beyond the file": tensor_file({"a": entry(0, 2**62)}, bytes(4)),
     "negative offsets": tensor_file({"a": entry(-4, 0)}, bytes(4)),
     "a shape that overflows": tensor_file(

@@ -105,7 +105,7 @@ def test_a_shard_whose_header_is_too_large_to_be_read_back_is_not_committed(tmp_
     assert newest_valid(tmp_path) is None
 
 
-def test_shards_are_split_by_size_and_a_bigger_tensor_stands_alone():
+def test_shards_are_split_by_size_and_a_bigger_tensor_is_alone():
     assert plan_shards({"a": 4, "b": 4, "big": 100, "c": 4}, max_bytes=8) == [["a", "b"], ["big"], ["c"]]
     assert plan_shards({}, max_bytes=8) == []
 

@@ -24,14 +24,14 @@ def steps(root):
 
 
 class Gate(FileSystem):
-    """Holds the first shard until told to go on."""
+    """Holds the first shard until `release` is set."""
 
     def __init__(self):
-        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.reached, self.release = threading.Event(), threading.Event()
 
     def create(self, path: Path, mode: int = 0o600) -> int:
         self.reached.set()
-        assert self.go_on.wait(10)
+        assert self.release.wait(10)
         return super().create(path, mode)
 
 
@@ -45,7 +45,7 @@ def test_a_save_runs_beside_training_and_a_second_one_is_skipped_with_a_reason(t
     (skipped,) = hand.poll()
     assert (skipped.step, skipped.skipped) == (2, "the save before it is still running")
     assert not hand.close(0.01)
-    gate.go_on.set()
+    gate.release.set()
     hand.save(snapshot(3), wait=True)
     first, third = hand.poll()
     assert (first.step, third.step) == (1, 3)
@@ -54,7 +54,7 @@ def test_a_save_runs_beside_training_and_a_second_one_is_skipped_with_a_reason(t
     assert steps(tmp_path) == [1, 3]
 
 
-def test_whoever_sees_a_result_may_save_again_at_once(tmp_path):
+def test_a_caller_that_sees_a_result_may_save_again_at_once(tmp_path):
     hand = writer(tmp_path, keep_last=1)
     for step in range(1, 20):
         hand.save(snapshot(step), wait=False)
@@ -73,8 +73,8 @@ def test_a_snapshot_reuses_the_memory_of_the_one_before_and_waits_for_its_save(t
     assert all(first[name].data_ptr() != tensor.data_ptr() for name, tensor in weights.items())
     hand.save(snapshot(1, tensors=first), wait=False)
     assert gate.reached.wait(10)
-    weights["model/layer/weight"].fill_(9.0)  # training goes on
-    threading.Timer(0.1, gate.go_on.set).start()
+    weights["model/layer/weight"].fill_(9.0)  # training continues
+    threading.Timer(0.1, gate.release.set).start()
     second = hand.snapshot(weights)
     assert not hand.busy
     assert whole_step(tmp_path) == 1
@@ -83,7 +83,7 @@ def test_a_snapshot_reuses_the_memory_of_the_one_before_and_waits_for_its_save(t
     hand.close(1.0)
 
 
-def test_a_snapshot_of_another_shape_gets_memory_of_its_own():
+def test_a_snapshot_of_another_shape_gets_new_memory():
     first = take_snapshot_tensors({"a": torch.zeros(3), "b": torch.zeros(2).t()})
     second = take_snapshot_tensors({"a": torch.ones(4), "b": torch.ones(2, dtype=torch.bfloat16)}, reuse=first)
     assert second["a"].tolist() == [1, 1, 1, 1]
@@ -127,7 +127,7 @@ def test_a_stale_writer_held_up_until_its_commit_is_refused_there(tmp_path):
     stale.save(snapshot(5), wait=False)
     assert gate.reached.wait(10)
     must_save(tmp_path, 4, generation=(1, 2))
-    gate.go_on.set()
+    gate.release.set()
     assert stale.close(10.0)
     assert "generation 1.2 has already committed" in stale.poll()[0].error.what
     assert whole_step(tmp_path) == 4
@@ -150,7 +150,7 @@ def test_a_damaged_or_foreign_directory_is_never_removed(tmp_path):
 
 
 class ReadsBackWrong(FileSystem):
-    """A disk that changes a byte of the state once nobody looks."""
+    """A disk that changes a byte of the state after it was written."""
 
     def forget_cache(self, path: Path) -> None:
         if path.name == "state.json":
@@ -166,7 +166,7 @@ def test_nothing_is_removed_or_committed_when_the_new_checkpoint_does_not_read_b
     assert whole_step(tmp_path) == 1
 
 
-def test_a_step_saved_again_stands_beside_the_first_until_that_is_old(tmp_path):
+def test_a_step_saved_again_is_kept_beside_the_first_until_that_is_old(tmp_path):
     first = must_save(tmp_path, 4)
     os.truncate(first / "state.json", 0)
     again = must_save(tmp_path, 4)

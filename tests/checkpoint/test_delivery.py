@@ -39,7 +39,7 @@ def test_what_comes_is_what_is_written(tmp_path: Path) -> None:
         delivery.give(name, tensors[name])
     delivery.wait()
     for one in tensors.values():
-        one.zero_()  # training goes on once all is written
+        one.zero_()  # training continues once all is written
     hand.wait()
     [result] = hand.poll()
     assert result.error is None

@@ -82,7 +82,7 @@ def test_a_mistake_on_the_command_line_exits_with_2_without_a_traceback(mh, word
     assert "Traceback" not in err
 
 
-def test_an_error_is_told_as_what_where_and_what_to_type(capsys):
+def test_an_error_says_what_where_and_what_to_type(capsys):
     code = report(SpecError("Too many.", where="run.toml line 2", fix=["fewer"]), sys.stderr)
     assert code == 2
     assert capsys.readouterr().err == "SpecError: Too many.\n  asked for in: run.toml line 2\n  try: fewer\n"
@@ -133,7 +133,7 @@ def test_every_command_and_every_option_has_help():
         assert all(option.help for option in command.params if isinstance(option, click.Option)), path
 
 
-def test_every_command_stands_in_the_docs_as_it_is():
+def test_every_command_is_in_the_docs_as_it_is():
     text = (DOCS / "cli.md").read_text()
     assert all(f"## {' '.join(path)}\n" in text for path, _ in commands() if len(path) > 1)
     assert text == reference(), "python -m manyhands.cli.reference > docs/cli.md"

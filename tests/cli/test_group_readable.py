@@ -1,4 +1,4 @@
-"""A run that is to be `group_readable` can be read by the members of its directory's group, and by nobody else."""
+"""A run that is to be `group_readable` can be read by the members of its directory's group, and by no other user."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def expected(place: Path, for_files: int, for_directories: int) -> dict[str, int
     return found | {"run.lock": 0o600}
 
 
-def test_everything_that_a_run_writes_is_for_its_group_whatever_the_umask(tmp_path: Path, umask: None) -> None:
+def test_everything_that_a_run_writes_is_for_its_group_with_any_umask(tmp_path: Path, umask: None) -> None:
     a_run(tmp_path / "runs" / "a", group_readable=True).release()
     found = modes(tmp_path / "runs" / "a")
     assert len(found) > 18
     assert found == expected(tmp_path / "runs" / "a", 0o640, 0o750)
-    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) & 0o050 == 0o050  # or nobody of the group gets there
+    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) & 0o050 == 0o050  # or no member of the group gets there
 
 
 def test_without_it_everything_is_private_also_in_a_directory_that_its_group_may_read(
@@ -180,7 +180,7 @@ def as_another(group: int, run: Path, folder: Path) -> tuple[list[int], list[str
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="NOT SHOWN HERE: becoming another user needs root")
-def test_members_of_the_group_can_read_a_live_run_and_nobody_else_and_they_can_not_stop_it() -> None:
+def test_only_members_of_the_group_can_read_a_live_run_and_they_cannot_stop_it() -> None:
     with tempfile.TemporaryDirectory() as home:
         place = Path(home)
         os.chown(place, -1, TEAM)

@@ -25,7 +25,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run():
     read_end, write_end = os.pipe()
     os.close(read_end)
     display = JsonDisplay(os.fdopen(write_end, "w", closefd=False))
-    display.say("nobody hears this")
+    display.say("lost on a closed pipe")
     display.say("nor this")
     display.close()
     os.close(write_end)
@@ -36,7 +36,7 @@ def test_a_reader_that_pauses_holds_nothing_up_and_loses_no_line(monkeypatch):
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "w") as stream, os.fdopen(read_end) as reader:
         display = JsonDisplay(stream)
-        for number in range(2000):  # far more than a pipe holds, and nobody reads yet
+        for number in range(2000):  # far more than a pipe holds, and no process reads yet
             display.say(f"line {number} " + "x" * 100)
         read = []
         reading = threading.Thread(target=lambda: read.extend(json.loads(next(reader)) for _ in range(2000)))

@@ -100,7 +100,7 @@ def test_on_a_terminal_no_worker_can_move_the_cursor_of_the_merged_view(run):
     assert seen == b"[rank 0] \\r 3%|###\\x1b[2J\\x1b]0;title\\x07   end\r\n"
 
 
-def test_following_goes_on_across_restarts_until_the_run_ends(run):
+def test_following_continues_across_restarts_until_the_run_ends(run):
     run.mark("running")
     run.write(1, 0, "out", b"one\nhalf")
     command = [sys.executable, "-m", "manyhands.cli.main", "logs", "-f", str(run.path)]

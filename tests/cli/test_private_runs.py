@@ -1,4 +1,4 @@
-"""What a run writes is its owner's alone, and others are told whose it is."""
+"""What a run writes is its owner's alone, and errors for other users name the owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manyhands.private_files import open_private, write_private
 from manyhands.training.loop.recorded_calls import RecordedCalls
 
 
-def test_files_are_private_whatever_the_umask_and_what_was_there_before(tmp_path: Path) -> None:
+def test_files_are_private_with_any_umask_and_any_file_that_was_there_before(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         (tmp_path / "events").mkdir()

@@ -1,4 +1,4 @@
-"""Every command that docs/launching.md and docs/embeddings.md show is taken by the command line as it stands."""
+"""Every command that docs/launching.md and docs/embeddings.md show is accepted by the command line unchanged."""
 
 import json
 import os

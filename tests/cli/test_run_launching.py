@@ -140,7 +140,7 @@ def test_the_machine_counts_what_it_may_use():
     assert machine.accelerators == 0
 
 
-def test_a_machine_may_listen_at_its_own_addresses_where_nobody_does():
+def test_a_machine_may_listen_at_its_own_addresses_that_are_free():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert not may_listen("127.0.0.1", port)

@@ -137,14 +137,14 @@ def test_torchruns_usual_commands_are_understood(plan):
     assert [note.partition(" ")[0] for note in shown["notes"]] == ["--tee"]
 
 
-def test_pet_variables_stand_in_for_flags_that_are_not_given(plan):
+def test_pet_variables_replace_flags_that_are_not_given(plan):
     shown = plan("train.py", PET_NNODES="2", PET_NPROC_PER_NODE="3", PET_NODE_RANK="1", PET_MAX_RESTARTS="7")
     assert shown["ranks"] == [3, 4, 5]
     assert shown["flags"] == {"run.max_restarts": 7}
     assert plan("--node-rank", "0", "train.py")["ranks"] == [0, 1, 2]
 
 
-def test_no_python_takes_a_python_program_apart(plan, refused, tmp_path):
+def test_no_python_unwraps_a_python_command(plan, refused, tmp_path):
     unwrapped = {"kind": "script", "target": "train.py", "args": ["a"]}
     assert plan("--no-python", "python3", "-u", "train.py", "a")["command"] == unwrapped
     assert plan("--no-python", "python", "-m", "train", "a")["command"]["kind"] == "module"
@@ -218,7 +218,7 @@ def test_a_missing_open_or_wrong_key_file_ends_with_3(refused, tmp_path, content
     assert content is None or content not in str(error)
 
 
-def test_the_key_stands_in_no_plan_and_in_no_workers_environment(plan, tmp_path):
+def test_the_key_is_in_no_plan_and_in_no_workers_environment(plan, tmp_path):
     (tmp_path / "run.key").write_text("ab" * 32)
     (tmp_path / "run.key").chmod(0o600)
     shown = plan("--nnodes", "2", "--master-addr", socket.gethostname(), "train.py", MANYHANDS_KEY_FILE="run.key")
@@ -226,7 +226,7 @@ def test_the_key_stands_in_no_plan_and_in_no_workers_environment(plan, tmp_path)
     assert "MANYHANDS_KEY_FILE" not in shown["environment"]
 
 
-def test_a_flag_nobody_knows_is_a_usage_error(plan, capsys):
+def test_an_unknown_flag_is_a_usage_error(plan, capsys):
     with pytest.raises(Exception, match="no flag --wrokers") as caught:
         plan("--wrokers", "2", "train.py")
     assert report(caught.value, open(os.devnull, "w")) == 2  # noqa: SIM115
@@ -239,7 +239,7 @@ def test_a_flag_nobody_knows_is_a_usage_error(plan, capsys):
         {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
     ],
 )
-def test_the_same_run_in_several_tasks_of_an_engine_is_refused_unless_it_is_told_of_the_others(plan, refused, engine):
+def test_the_same_run_in_several_tasks_of_an_engine_is_refused_unless_the_other_tasks_are_given(plan, refused, engine):
     assert refused("train.py", **engine).exit_code == 2
     assert refused("--nproc-per-node", "2", "train.py").exit_code == 2
     assert refused("--elastic", "1:4", "--listen", "127.0.0.1", "train.py").exit_code == 2

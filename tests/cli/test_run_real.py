@@ -34,7 +34,7 @@ sys.exit(5 if "fail" in sys.argv and os.environ["RANK"] == "1" else 0)
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a Python command in an empty directory; whatever still runs at the end is killed."""
+    """Starts a Python command in an empty directory; processes that still run at the end are killed."""
     children = []
 
     def run(*words: str, **environ: str) -> subprocess.Popen:
@@ -88,7 +88,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def test_each_worker_runs_the_script_and_the_chief_is_heard(mh, tmp_path):
+def test_each_worker_runs_the_script_and_the_chiefs_output_is_shown(mh, tmp_path):
     (tmp_path / "train.py").write_text(RANK)
     code, out, err = mh("run", "-n", "2", "--ui", "none", "--run-dir", "r", "train.py", "--lr", "--", "0.1")
     assert (code, out) == (0, "hello from 0\n"), err
@@ -97,7 +97,7 @@ def test_each_worker_runs_the_script_and_the_chief_is_heard(mh, tmp_path):
     assert (tmp_path / "r" / "logs" / "attempt-1" / "rank-1.out").read_text() == "hello from 1\n"
 
 
-def test_a_module_runs_and_json_lines_tell_what_it_said(mh, tmp_path):
+def test_a_module_runs_and_json_lines_have_its_output(mh, tmp_path):
     (tmp_path / "train.py").write_text(RANK)
     code, out, err = mh("run", "-n", "1", "--json", "-m", "train")
     said = [json.loads(line) for line in out.splitlines()]
@@ -151,7 +151,7 @@ def test_launch_returns_the_chiefs_result_and_raises_the_first_failure(start, tm
 
 
 @pytest.mark.slow
-def test_two_nodes_by_torchruns_flags_meet_on_loopback(start, tmp_path):
+def test_two_nodes_by_torchruns_flags_connect_on_loopback(start, tmp_path):
     (tmp_path / "train.py").write_text(RANK)
     (port,) = free_ports(1)
     words = ("-m", "manyhands.cli.main", "run", "--nnodes=2", "--nproc_per_node=1", f"--master_port={port}")

@@ -194,10 +194,10 @@ def test_a_live_run_that_answers_shows_where_each_worker_is(tmp_path, monkeypatc
 
 
 def test_a_live_run_that_does_not_answer_is_shown_from_its_files(tmp_path, monkeypatch):
-    def nobody(path):
+    def no_run(path):
         raise TimeoutError("no answer")
 
-    answering(monkeypatch, nobody)
+    answering(monkeypatch, no_run)
     run = make_run(tmp_path / "a", state="running", events=[step(99)])
     assert "99/500" in show(run)
 
@@ -256,7 +256,7 @@ def test_beyond_what_is_scanned_the_start_is_still_seen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk_bytes", [7, 64, 1000, 10_000])
-def test_lines_are_the_same_read_backwards_whatever_the_chunks(tmp_path, monkeypatch, chunk_bytes):
+def test_lines_are_the_same_read_backwards_in_chunks_of_any_size(tmp_path, monkeypatch, chunk_bytes):
     monkeypatch.setattr(run_status, "CHUNK_BYTES", chunk_bytes)
     lines = [b"x" * (n % 90) for n in range(100)]
     (tmp_path / "f").write_bytes(b"\n".join(lines))

@@ -1,4 +1,4 @@
-"""`mh tune` with real launches of a script that needs no torch: it tells of steps whose speed the test decides."""
+"""`mh tune` with real launches of a script that needs no torch: it reports steps whose speed the test decides."""
 
 import json
 import os
@@ -26,7 +26,7 @@ place = own_identity()
 session = Session(place)
 session.join(RunFacts(script="train.py", run_dir="given by the script"))
 assert in_trial()
-assert place.flags["run.run_dir"] == str(session.run_dir) and "manyhands-tune-" in str(session.run_dir)
+assert place.flags["run.run_dir"] == str(session.run_dir) and "manyhands-trial-" in str(session.run_dir)
 if "fail" in sys.argv:
     raise RuntimeError("no such data")
 if "hang" in sys.argv:
@@ -59,7 +59,7 @@ def folder(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "temporary").mkdir()
     yield tmp_path
-    assert not list((tmp_path / "temporary").glob("manyhands-tune-*")), "a trial's directory stayed"
+    assert not list((tmp_path / "temporary").glob("manyhands-trial-*")), "a trial's directory stayed"
     assert {path.name for path in tmp_path.iterdir()} <= {"train.py", "temporary", "run.toml"}
 
 
@@ -95,6 +95,7 @@ def tune(folder: Path, *words: str) -> tuple[int, str, str]:
 QUICK = ("--seconds", "0.3", "--threads", "1", "--memory-format", "contiguous")
 
 
+@pytest.mark.long
 def test_the_fastest_split_is_chosen_and_written_and_the_rest_of_the_config_stays(folder):
     (folder / "run.toml").write_text("# mine\n[launch]\nworkers = 7  # once\n\n[train]\nclip_norm = 1.0\n")
     code, out, err = tune(folder, "-n", "2", *QUICK, "--write", "run.toml", "train.py", "--lr", "0.1")
@@ -115,24 +116,26 @@ def test_the_fastest_split_is_chosen_and_written_and_the_rest_of_the_config_stay
     assert err.count(" rows/s") == 4
 
 
-def test_json_tells_the_trials_the_choice_and_the_command(folder):
+def test_json_has_the_trials_the_choice_and_the_command(folder):
     pins = (*QUICK, "--allocator", "keep")
     code, out, err = tune(folder, "-n", "2", *pins, "--json", "train.py", "fail-at-2")
     assert code == 0, err
-    told = json.loads(out)
-    assert [one["failed"] for one in told["results"]] == ["", "RuntimeError: two are too many"]
-    assert told["choice"]["trial"]["workers"] == 1
-    assert told["flags"] == {}
-    assert told["command"].startswith("mh run --threads 1") and told["command"].endswith(" train.py fail-at-2")
+    printed = json.loads(out)
+    assert [one["failed"] for one in printed["results"]] == ["", "RuntimeError: two are too many"]
+    assert printed["choice"]["trial"]["workers"] == 1
+    assert printed["flags"] == {}
+    assert printed["command"].startswith("mh run --threads 1") and printed["command"].endswith(" train.py fail-at-2")
 
 
-def test_a_training_that_ends_by_itself_is_measured_by_the_steps_it_has(folder):
+@pytest.mark.long
+def test_a_training_shorter_than_a_trial_is_measured_by_the_steps_it_has(folder):
     code, out, err = tune(folder, "-n", "1", *QUICK, "--allocator", "keep", "train.py", "short")
     assert code == 0, err
     assert out.splitlines()[1].split()[6] == "2000"
 
 
-def test_a_trial_with_more_to_tell_than_is_read_ends_at_once(folder):
+@pytest.mark.long
+def test_a_trial_with_more_output_than_is_read_ends_at_once(folder):
     code, _, err = tune(folder, "-n", "1", *QUICK, "--allocator", "keep", "train.py", "flood")
     assert code == 0, err
 
@@ -151,6 +154,7 @@ def test_a_script_that_never_steps_is_given_up(folder):
     assert "  try: --wait 2" in err
 
 
+@pytest.mark.long
 def test_a_script_that_ends_without_a_step_is_reported_with_its_last_words(folder):
     code, _, err = tune(folder, *QUICK, "train.py", "quit")
     assert code == 1
@@ -161,7 +165,7 @@ def test_a_signal_ends_the_trial_and_leaves_nothing(folder):
     child = start(folder, *QUICK, "--wait", "200", "train.py", "hang")
     try:
         deadline = time.monotonic() + 100
-        while not list((folder / "temporary").glob("manyhands-tune-*/run/run.json")):
+        while not list((folder / "temporary").glob("manyhands-trial-*/run/run.json")):
             assert time.monotonic() < deadline and child.poll() is None
             time.sleep(0.05)
         child.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Every command and program in docs/watching.md, docs/tuning.md and docs/chaos.md is taken as it stands."""
+"""Every command and program in docs/watching.md, docs/tuning.md and docs/chaos.md is accepted unchanged."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What ranks are told that do different things at the same time, instead of taking one for the other."""
+"""Ranks that call different collectives at the same time get an error, and do not mix up their values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def call_in_different_names(store: str) -> str:
     return "nothing was said"
 
 
-def test_ranks_that_do_different_things_are_told_what_each_does(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks(3, call_in_different_names, str(tmp_path / "store")):
-        assert told.startswith("Ranks called different collectives at the same time: rank 0 'mean', rank 1 'reduce'"), (
-            told
-        )
+def test_ranks_that_call_different_collectives_get_an_error_that_names_each(ranks: RankPool, tmp_path: Path) -> None:
+    for error in ranks(3, call_in_different_names, str(tmp_path / "store")):
+        assert error.startswith(
+            "Ranks called different collectives at the same time: rank 0 'mean', rank 1 'reduce'"
+        ), error

@@ -151,8 +151,8 @@ def test_the_c_extension_gives_the_same_bits(numel: int, monkeypatch: pytest.Mon
         decoded = torch.zeros(numel)
         Int8().decode(data, decoded)
         scales = 4 * math.ceil(numel / Int8.BLOCK)
-        told = data[scales:].clone()
-        told[:numel][decoded.isnan()] = 0  # what stands in a block that is not finite is nobody's business
-        found.append((data[:scales].view(torch.float32).nan_to_num(-1.0), told, decoded.nan_to_num(-1.0), residual))
+        encoded = data[scales:].clone()
+        encoded[:numel][decoded.isnan()] = 0  # the bytes of a value that is not finite have no meaning
+        found.append((data[:scales].view(torch.float32).nan_to_num(-1.0), encoded, decoded.nan_to_num(-1.0), residual))
     for native, plain in zip(*found, strict=True):
         assert torch.equal(native, plain)

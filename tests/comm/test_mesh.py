@@ -8,12 +8,12 @@ from manyhands.comm.mesh import AXES, Grid, by_slots, in_order, left_over, parts
 
 
 @pytest.mark.parametrize("grid", [Grid(*degrees) for degrees in product((1, 2, 3), repeat=3)])
-def test_every_rank_has_a_place_of_its_own(grid: Grid) -> None:
+def test_every_rank_has_its_own_grid_position(grid: Grid) -> None:
     places = in_order(grid).places
     assert list(places) == sorted(places) and len(set(places)) == grid.size
 
 
-def test_neighbours_meet_on_the_axis_that_talks_most() -> None:
+def test_neighbours_are_on_the_axis_that_communicates_most() -> None:
     formation = in_order(Grid(pipeline=2, data=2, tensor=2))
     assert formation.line(5, "tensor") == [4, 5]
     assert formation.line(5, "data") == [5, 7]
@@ -22,7 +22,7 @@ def test_neighbours_meet_on_the_axis_that_talks_most() -> None:
     assert formation.line(5, *AXES) == list(range(8))
 
 
-def test_whoever_takes_a_slot_takes_its_place() -> None:
+def test_a_worker_that_takes_a_slot_takes_its_grid_position() -> None:
     replica = Grid(pipeline=2, tensor=2)
     at_first = by_slots(replica, range(8))
     after = by_slots(replica, [0, 2, 3, 4, 5, 6, 7, 1])  # the one in slot 1 was lost, and its successor comes last
@@ -42,7 +42,7 @@ def test_replicas_may_be_gone_whole_but_not_in_part() -> None:
     assert by_slots(replica, [0, 3]) is None
 
 
-def test_whoever_has_no_whole_replica_is_left_over() -> None:
+def test_workers_that_form_no_whole_replica_are_left_over() -> None:
     assert left_over(Grid(pipeline=2), [0, 1, 2]) == [2]
     assert left_over(Grid(pipeline=2), [0, 1, 2, 3]) == []
 

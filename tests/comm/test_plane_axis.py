@@ -57,11 +57,11 @@ def different_things() -> str:
 
 
 @needs_memory
-def test_ranks_that_meet_for_different_things_are_told_so(ranks: RankPool) -> None:
-    """A sum and a meeting would fit each other."""
+def test_ranks_that_synchronise_for_different_operations_get_an_error(ranks: RankPool) -> None:
+    """A sum and a barrier could complete each other."""
     cut = "a sum of " + 51 * "x"
-    for told in ranks(3, different_things):
-        assert f"rank 0 '{cut}', rank 1 'gradients of step 5', rank 2 '{cut}'." in told
+    for error in ranks(3, different_things):
+        assert f"rank 0 '{cut}', rank 1 'gradients of step 5', rank 2 '{cut}'." in error
 
 
 @needs_memory

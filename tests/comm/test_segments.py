@@ -18,7 +18,7 @@ for _ in range(500_000):
 """
 
 
-def test_whoever_reads_a_word_while_another_process_writes_it_sees_no_third_number():
+def test_reading_a_word_while_another_process_writes_it_gives_no_third_number():
     memory = HostMemory()
     words = Segment(memory.fd, 4096, memory.allot("words", 4096)).words()
     words[3] = 2**32
@@ -31,7 +31,7 @@ def test_whoever_reads_a_word_while_another_process_writes_it_sees_no_third_numb
     memory.close()
 
 
-def test_large_pages_lead_to_the_same_memory_for_everybody():
+def test_large_pages_map_the_same_memory_in_every_process():
     memory, num_bytes = HostMemory(), 3 * 2**21 + 4096
     memory.allot("small", 4096)
     offset = memory.allot("large", num_bytes)

@@ -35,7 +35,7 @@ def opened(segments: list[Segment] | None = None, **settings: Any) -> tuple[Shar
 
 
 def see_off(session: Any) -> None:
-    """Whoever made the memory takes it away; not before all have opened it."""
+    """The rank that made the memory removes it, not before all have opened it."""
     session.set(f"done {session.identity.rank}", b"1")
     session.wait([f"done {rank}" for rank in range(session.identity.world_size)], 20)
 
@@ -112,7 +112,7 @@ def test_what_was_sent_may_change_afterwards(ranks: RankPool) -> None:
 
 
 def wait_in_vain(timeout_s: float) -> str:
-    values, _ = opened(timeout_s=timeout_s, missing=lambda: "Last heard: nothing.")
+    values, _ = opened(timeout_s=timeout_s, missing=lambda: "No message so far.")
     if values.rank:
         return ""
     with pytest.raises(PeerLost) as error:
@@ -123,11 +123,11 @@ def wait_in_vain(timeout_s: float) -> str:
 @pytest.mark.faults
 def test_a_rank_that_does_not_send_is_named(ranks: RankPool) -> None:
     said = ranks(2, wait_in_vain, 0.3)[0]
-    assert "PeerTimeout: Rank 0 waited 0.3 s for rank 1 in 'F3 of step 7, from stage 1'. Last heard: nothing." in said
+    assert "PeerTimeout: Rank 0 waited 0.3 s for rank 1 in 'F3 of step 7, from stage 1'. No message so far." in said
 
 
 def be_lost() -> str:
-    """The ranks are 4 and 6 of a run; somebody who maps the memory says that the host's second, 5, is lost."""
+    """The ranks are 4 and 6 of a run; a process that maps the memory says that the host's second, 5, is lost."""
     segments: list[Segment] = []
     values, session = opened(segments, ranks=[4, 6], here=[4, 5, 6], timeout_s=60)
     if values.rank == 1:

@@ -39,7 +39,7 @@ def exchange(store: str) -> list[Any]:
     return [found[tag] for tag in range(len(SIZES))]
 
 
-def test_values_arrive_as_they_were_sent_whatever_their_size(ranks: RankPool, tmp_path: Path) -> None:
+def test_values_of_any_size_arrive_as_they_were_sent(ranks: RankPool, tmp_path: Path) -> None:
     for rank, found in enumerate(ranks(2, exchange, str(tmp_path / "store"))):
         for size, got in zip(SIZES, found, strict=True):
             sent = value(1 - rank, size)

@@ -29,8 +29,8 @@ from pathlib import Path
 from manyhands.control.session.session import RunFacts, Session
 from manyhands.spec.load import own_identity
 HERE = Path(__file__).parent
-SEAT = own_identity()
-RANK = SEAT.rank
+IDENTITY = own_identity()
+RANK = IDENTITY.rank
 def mark(name):
     temporary = HERE / f".{name}.{os.getpid()}"
     temporary.write_text(str(os.getpid()))
@@ -39,7 +39,7 @@ def wait_for(name):
     while not (HERE / name).exists():
         time.sleep(0.01)
 def join(**facts):
-    session = Session(SEAT)
+    session = Session(IDENTITY)
     session.join(RunFacts(**facts))
     return session
 """
@@ -56,7 +56,7 @@ def until(condition: Callable[[], Any], timeout_s: float = HANGS_S, what: str = 
 
 
 def alive(pid: int) -> bool:
-    """Still running; a zombie that nobody collects is not."""
+    """Still running; a zombie that its parent has not reaped is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

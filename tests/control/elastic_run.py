@@ -11,12 +11,12 @@ from typing import Any
 
 from conftest import Launched, Launcher, until
 
-# A worker that makes steps of its own, goes over when told, and notes down each group that it enters.
+# A worker that counts steps, switches to each new generation, and notes down each group that it enters.
 TRAIN = """
 import json
 from manyhands.errors import PeerLost, PeerTimeout
 def note(what, group, **more):
-    facts = {"what": what, "slot": SEAT.slot, "pid": os.getpid(), "at": time.monotonic(), "rank": group.rank,
+    facts = {"what": what, "slot": IDENTITY.slot, "pid": os.getpid(), "at": time.monotonic(), "rank": group.rank,
              "generation": group.generation, "lost": group.lost, "slots": group.slots, "hosts": group.hosts,
              "call": group.call, **more}
     with open(HERE / "groups.jsonl", "a") as file:
@@ -26,7 +26,7 @@ def enter(session, group):
     note("entered", group)
 def begin(call=1):
     session = join()
-    if SEAT.joining:
+    if IDENTITY.joining:
         enter(session, session.offer(call, 60))
     else:
         note("entered", session.group)

@@ -1,4 +1,4 @@
-"""Workers of an elastic run that hang are found, named and replaced; whoever only waits is not. No training."""
+"""Workers of an elastic run that hang are found, named and replaced; one that only waits is not. No training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HANGING = """
 session = begin()
 for _ in range(200):
     step(session)
-if SEAT.slot == 1 and not SEAT.joining:
+if IDENTITY.slot == 1 and not IDENTITY.joining:
     note("hangs", session.group)
     hang(session)
 train(session)
@@ -83,19 +83,19 @@ def test_a_loop_without_progress_is_found_although_its_heart_beats(elastic):
     assert 2.0 <= took_s < 20.0
 
 
-def test_whoever_waits_for_others_is_not_killed_for_it(elastic):
+def test_a_worker_that_waits_for_others_is_not_killed_for_it(elastic):
     run = elastic("""
         session = begin()
         for _ in range(200):
             step(session)
-        if SEAT.slot == 1:
+        if IDENTITY.slot == 1:
             note("waits", session.group)
-            session.get("go on", 100)
-            note("went on", session.group)
-        elif SEAT.slot == 0:
+            session.get("continue", 100)
+            note("continued", session.group)
+        elif IDENTITY.slot == 0:
             while not (HERE / "go").exists():
                 step(session)
-            session.set("go on", b"")
+            session.set("continue", b"")
         train(session)
     """, hang_s=1.0)  # fmt: skip
     pids = by_slot(run.members([0, 1, 2]))
@@ -103,7 +103,7 @@ def test_whoever_waits_for_others_is_not_killed_for_it(elastic):
     log = run.run.run_dir() / "logs" / "attempt-1" / "rank-1.err"
     until(lambda: log.read_text().count("most recent call first") and time.monotonic() - waits["at"] > 2.6)
     (run.folder / "go").touch()
-    until(lambda: run.notes("went on"), what="the end of its wait")
+    until(lambda: run.notes("continued"), what="the end of its wait")
     assert alive(pids[1])
     run.end()
     assert run.run.events("WorkerLost") == []
@@ -116,6 +116,6 @@ def test_an_agent_that_was_suspended_itself_does_not_blame_its_workers(elastic):
     run.run.process.send_signal(signal.SIGSTOP)
     time.sleep(1.7)  # longer than a heart may be silent
     run.run.process.send_signal(signal.SIGCONT)
-    time.sleep(0.7)  # long enough to blame somebody
+    time.sleep(0.7)  # long enough to blame a worker
     run.end()
     assert run.run.events("WorkerLost") == []

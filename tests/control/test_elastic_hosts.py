@@ -1,4 +1,4 @@
-"""Hosts that join an elastic run and go again: told to, killed, or away for a while. No training."""
+"""Hosts that join an elastic run and leave it: by SIGTERM, killed, or away for a while. No training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.control.elastic_run import HOSTS, by_slot, kill
 pytestmark = pytest.mark.faults
 
 
-def test_a_joined_host_that_is_told_to_go_lets_its_workers_leave_and_ends_with_0(elastic, launcher):
+def test_a_joined_host_that_gets_sigterm_lets_its_workers_leave_and_ends_with_0(elastic, launcher):
     run = elastic(workers=1, **HOSTS)
     second = run.join(launcher, workers=2)
     all_of_them = run.members([0, 1, 2])
@@ -32,7 +32,7 @@ def test_a_joined_host_whose_workers_do_not_leave_in_time_kills_them_and_ends_wi
     run = elastic(
         """
         session = begin()
-        while SEAT.slot and not (HERE / "end").exists():
+        while IDENTITY.slot and not (HERE / "end").exists():
             session.report(int(time.monotonic() * 100), "training", 1)
             time.sleep(0.01)
         train(session)
@@ -50,7 +50,7 @@ def test_a_joined_host_whose_workers_do_not_leave_in_time_kills_them_and_ends_wi
     run.end()
 
 
-def test_a_joined_host_that_is_killed_is_missed_and_the_run_goes_on(elastic, launcher):
+def test_a_joined_host_that_is_killed_is_noticed_and_the_run_continues(elastic, launcher):
     run = elastic(workers=2, **HOSTS)
     second = run.join(launcher, workers=1)
     pids = by_slot(run.members([0, 1, 2]))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.faults
 
 def test_a_killed_worker_is_missed_at_once_and_replaced_while_the_others_keep_their_processes(elastic):
     run = elastic("""
-        print(f"slot {SEAT.slot} {'joins' if SEAT.joining else 'starts'}", flush=True)
+        print(f"slot {IDENTITY.slot} {'joins' if IDENTITY.joining else 'starts'}", flush=True)
         train(begin())
     """)
     pids = by_slot(run.members([0, 1, 2]))
@@ -51,7 +51,7 @@ def test_when_the_chief_is_killed_another_takes_its_place_and_its_output(elastic
         while not (HERE / "end").exists():
             step(session)
             if session.group.rank == 0 and not was_chief:
-                print("chief:", SEAT.slot, flush=True)
+                print("chief:", IDENTITY.slot, flush=True)
                 was_chief = True
     """)
     pids = by_slot(run.members([0, 1, 2]))
@@ -85,10 +85,10 @@ def test_two_killed_at_once_are_both_replaced_and_what_they_had_started_is_gone(
 def test_below_the_lower_bound_the_living_get_a_group_to_finish_their_step_in_and_then_a_replacement(elastic):
     run = elastic("""
         session = begin()
-        if SEAT.slot == 0:
+        if IDENTITY.slot == 0:
             while session.newest is None:
                 time.sleep(0.001)
-            note("first heard", session.newest)
+            note("first received", session.newest)
             session.enter(session.await_group(0.1))
             note("entered", session.group)
         train(session)
@@ -96,13 +96,13 @@ def test_below_the_lower_bound_the_living_get_a_group_to_finish_their_step_in_an
     pids = by_slot(run.members([0, 1]))
     killed_at = kill(pids[1])
     run.members([0, 1], after=killed_at)
-    (heard,) = run.notes("first heard")
-    assert heard["slots"] == [0]
-    assert heard["lost"]
+    (received,) = run.notes("first received")
+    assert received["slots"] == [0]
+    assert received["lost"]
     run.end()
 
 
-def test_a_run_grows_and_shrinks_as_it_is_asked_and_who_is_dismissed_leaves_by_itself(elastic):
+def test_a_run_grows_and_shrinks_as_asked_and_a_dismissed_worker_exits_without_a_signal(elastic):
     run = elastic(workers=2)
     pids = by_slot(run.members([0, 1]))
     directory = until(lambda: query(run.run.run_dir())) and run.run.run_dir()
@@ -142,7 +142,7 @@ def test_a_run_grows_and_shrinks_as_it_is_asked_and_who_is_dismissed_leaves_by_i
 def test_a_dismissed_worker_that_does_not_go_is_killed_after_the_grace_time(elastic):
     run = elastic("""
         session = begin()
-        if SEAT.slot == 1:
+        if IDENTITY.slot == 1:
             while True:
                 session.report(int(time.monotonic() * 100), "training", 1)
                 time.sleep(0.01)
@@ -173,7 +173,7 @@ def test_a_worker_that_raises_is_named_with_its_error_and_replaced_even_if_it_do
         session = begin()
         for _ in range(100):
             step(session)
-        if SEAT.slot == 1 and not SEAT.joining:
+        if IDENTITY.slot == 1 and not IDENTITY.joining:
             atexit.register(time.sleep, 300)
             raise ValueError("row 17 is not a number")
         train(session)
@@ -190,7 +190,7 @@ def test_a_worker_that_raises_is_named_with_its_error_and_replaced_even_if_it_do
 def test_a_call_that_waits_for_a_dead_member_ends_at_once_and_the_store_serves_the_next_generation(elastic):
     run = elastic("""
         session = begin()
-        if SEAT.slot == 0 and not SEAT.joining:
+        if IDENTITY.slot == 0 and not IDENTITY.joining:
             session.report(1, "training", 1)
             try:
                 session.get("never set", 100)
@@ -220,7 +220,7 @@ def test_a_call_that_waits_for_a_dead_member_ends_at_once_and_the_store_serves_t
 
 def test_an_offer_for_a_call_that_is_over_is_answered_so_and_the_right_one_is_admitted(elastic):
     run = elastic("""
-        if not SEAT.joining:
+        if not IDENTITY.joining:
             session = begin()
             while not (HERE / "end").exists():
                 session.report(int(time.monotonic() * 100), "training", 3)
@@ -243,7 +243,7 @@ def test_an_offer_for_a_call_that_is_over_is_answered_so_and_the_right_one_is_ad
     run.end()
 
 
-def test_everybody_killed_starts_the_run_again_as_a_new_attempt(elastic):
+def test_a_run_whose_workers_are_all_killed_starts_again_as_a_new_attempt(elastic):
     run = elastic(workers=2)
     pids = by_slot(run.members([0, 1]))
     killed_at = kill(*pids.values())

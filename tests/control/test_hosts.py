@@ -26,17 +26,17 @@ from tests.control.conftest import alive, until
 
 pytestmark = pytest.mark.faults
 
-TALK = """
+EXCHANGE = """
     session = join()
-    session.set(f"from/{RANK}", str(SEAT.host).encode())
-    hosts = [session.get(f"from/{rank}", 60).decode() for rank in range(SEAT.world_size)]
-    print("hosts", hosts, SEAT.num_hosts, flush=True)
+    session.set(f"from/{RANK}", str(IDENTITY.host).encode())
+    hosts = [session.get(f"from/{rank}", 60).decode() for rank in range(IDENTITY.world_size)]
+    print("hosts", hosts, IDENTITY.num_hosts, flush=True)
     mark(f"up-{RANK}")
     wait_for("go")
 """
 
 
-def first_host(launcher, script=TALK, **more):
+def first_host(launcher, script=EXCHANGE, **more):
     run = launcher(script, workers=1, hosts_wanted=2, listen="127.0.0.1", join_file="join.json", **more)
     path = run.folder / "join.json"
     until(path.exists)
@@ -65,7 +65,7 @@ def test_a_worker_killed_on_one_host_restarts_both_and_a_spent_budget_ends_both_
         launcher,
         """
         session = join()
-        mark(f"up-{SEAT.attempt}-{RANK}")
+        mark(f"up-{IDENTITY.attempt}-{RANK}")
         time.sleep(300)
     """,
         max_restarts=1,
@@ -90,7 +90,7 @@ def test_an_agent_that_loses_the_first_host_ends_its_workers(launcher):
     assert not alive(pid)
 
 
-def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_once(launcher):
+def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_reported_once(launcher):
     first, path = first_host(launcher)
     right = ticket(path)
     address = f"tcp://{right['address']}"
@@ -102,12 +102,12 @@ def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_
         assert port.socket.poll(300) == 0
         port.close()
 
-    def told(reason: str) -> bool:
+    def reported(reason: str) -> bool:
         return any(event["text"].endswith(reason) for event in first.events("Warned"))
 
     knock(client_curve(new_key()))
-    # A client without a key may see the mismatch and hang up before the run does, and is told of when it comes again.
-    until(lambda: knock(None) or told(NO_KEY))
+    # A client without a key may see the mismatch and hang up before the run does; then its next try is reported.
+    until(lambda: knock(None) or reported(NO_KEY))
     # The server's public key is no secret: with it, but without the run's client key, ZAP refuses.
     half = msgspec.structs.replace(
         client_curve(new_key()), server_key=client_curve(bytes.fromhex(right["key"])).server_key
@@ -122,7 +122,7 @@ def test_joins_with_no_key_a_wrong_key_or_another_runs_key_are_refused_and_told_
     assert "refused this host's key" in other.err
     refused = until(lambda: len(found := [event["text"] for event in first.events("Warned")]) >= 2 and found)
     assert {line.rpartition(": ")[2] for line in refused} == {WRONG_KEY, NO_KEY}
-    assert len(refused) == len(set(refused)), "each peer is told of once"
+    assert len(refused) == len(set(refused)), "each peer is reported once"
     second = launcher(join=right, workers=1)
     first.wait_for("up-1")
     (launcher.folder / "go").touch()
@@ -153,11 +153,13 @@ def test_a_host_with_other_versions_or_another_runs_name_is_refused_by_name(laun
     assert "old has python none, the run has python 3" in refusal.what
 
 
-def test_the_same_command_on_every_host_meets_at_the_master_address(launcher):
+def test_the_same_command_on_every_host_connects_to_the_master_address(launcher):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = "session = join(); session.set(str(RANK), b''); session.wait(['0', '1'], 60); print(SEAT.host, flush=True)"
+    script = (
+        "session = join(); session.set(str(RANK), b''); session.wait(['0', '1'], 60); print(IDENTITY.host, flush=True)"
+    )
     runs = [launcher(script, workers=1, hosts_wanted=2, master=["127.0.0.1", port], host_rank=rank) for rank in (1, 0)]
     assert [run.wait() for run in runs] == [0, 0]
     assert runs[1].out == "0\n"
@@ -213,7 +215,7 @@ def flood(launcher, address: str, frames: list[bytes]) -> None:
                 continue
             port_ = open_port(context, zmq.DEALER, f"ipc://{directory}/{name}", types)
             for frame in frames:
-                if b"stop" not in frame:  # a well-formed wish to stop would be obeyed
+                if b"stop" not in frame:  # a well-formed request to stop would be obeyed
                     port_.socket.send(frame)
             port_.close(linger_ms=2000)
     context.term()

@@ -16,16 +16,16 @@ from tests.control.conftest import until
 from tests.listeners import family_of, listeners_of
 
 
-def heard(run) -> set[str]:
+def listeners(run) -> set[str]:
     return listeners_of(family_of(run.process.pid))
 
 
-def heard_until_the_end(run, wait_s: float = 60.0) -> set[str]:
+def listeners_until_the_end(run, wait_s: float = 60.0) -> set[str]:
     """Every listener that the run's processes have from now on."""
     found, deadline = set(), time.monotonic() + wait_s
     while run.process.poll() is None:
         assert time.monotonic() < deadline
-        found |= heard(run)
+        found |= listeners(run)
         time.sleep(0.03)
     return found
 
@@ -36,7 +36,7 @@ def plain(launcher, script: str, **request):
     return launcher(command={"kind": "script", "target": "plain.py", "args": []}, **request)
 
 
-def test_the_tests_tell_a_listener_from_a_socket_that_is_only_bound():
+def test_the_tests_distinguish_a_listener_from_a_socket_that_is_only_bound():
     own = family_of(os.getpid())
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -64,21 +64,22 @@ def test_nothing_listens_while_workers_join_and_speak_through_the_session(launch
         store_after_s=0.2,
     )
     run.wait_for("here-0")
-    found = heard(run)
+    found = listeners(run)
     run.wait_for("joined-0"), run.wait_for("joined-1")
-    found |= heard(run)
+    found |= listeners(run)
     (run.folder / "go").touch()
-    assert found | heard_until_the_end(run) == set()
+    assert found | listeners_until_the_end(run) == set()
     assert run.wait() == 0, run.err
 
 
 @pytest.mark.slow
 def test_nothing_listens_while_a_plain_script_runs_that_connects_to_nothing(launcher):
     run = plain(launcher, "import time, torch.distributed\ntime.sleep(1)", workers=2, store_after_s=60.0)
-    assert heard_until_the_end(run) == set()
+    assert listeners_until_the_end(run) == set()
     assert run.wait() == 0, run.err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_that_asks_for_the_store_gets_it_at_once_on_loopback_and_the_next_attempt_starts_closed(launcher):
     run = plain(
@@ -105,15 +106,16 @@ def test_a_script_that_asks_for_the_store_gets_it_at_once_on_loopback_and_the_ne
         store_after_s=60.0,
     )
     place = run.wait_for("place")
-    assert heard(run) == {place}
+    assert listeners(run) == {place}
     assert place.startswith("127.0.0.1:")
     (run.folder / "seen").touch()
     run.wait_for("again-0"), run.wait_for("again-1")
-    assert heard(run) == set()
+    assert listeners(run) == set()
     (run.folder / "go").touch()
     assert run.wait() == 0, run.err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_store_asked_for_stays_when_the_script_joins_the_run_as_well(launcher):
     run = launcher(
@@ -131,6 +133,7 @@ def test_a_store_asked_for_stays_when_the_script_joins_the_run_as_well(launcher)
     assert run.out == "kept\n"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_cannot_ask_finds_the_store_after_a_while(launcher):
     child = """
@@ -151,7 +154,7 @@ print(store.get("word").decode(), flush=True)
     """,
         store_after_s=4.0,
     )
-    (place,) = until(lambda: heard(run), what="a listener")
+    (place,) = until(lambda: listeners(run), what="a listener")
     assert time.monotonic() - started > 4
     assert run.wait() == 0, run.err
     assert run.out == "found\n"
@@ -176,10 +179,10 @@ def test_what_listens_unasked_is_closed_when_a_worker_joins_after_all(launcher):
     """,
         store_after_s=0.1,
     )
-    assert until(lambda: heard(run), what="a listener")
+    assert until(lambda: listeners(run), what="a listener")
     (run.folder / "go").touch()
     run.wait_for("joined")
-    until(lambda: not heard(run), what="the end of the listener")
+    until(lambda: not listeners(run), what="the end of the listener")
     (run.folder / "end").touch()
     assert run.wait() == 0, run.err
 

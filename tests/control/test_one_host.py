@@ -18,20 +18,20 @@ pytestmark = pytest.mark.faults
 EXCHANGE = """
     session = join(script="train.py")
     session.set(f"from/{RANK}", f"hello from {RANK}".encode())
-    print("heard:", session.get(f"from/{1 - RANK}", 60).decode(), flush=True)
+    print("received:", session.get(f"from/{1 - RANK}", 60).decode(), flush=True)
     print(f"rank {RANK} on stderr", file=sys.stderr, flush=True)
     assert session.add("n", 2) in (2, 4) and not session.check(["absent"])
     session.close()
 """
 
 
-def test_two_workers_exchange_through_the_store_and_only_the_chief_is_heard(launcher):
+def test_two_workers_exchange_through_the_store_and_only_the_chiefs_output_is_shown(launcher):
     run = launcher(EXCHANGE, workers=2)
     assert run.wait() == 0
-    assert run.out == "heard: hello from 1\n"
+    assert run.out == "received: hello from 1\n"
     assert run.err == "rank 0 on stderr\n"
     logs = run.run_dir() / "logs" / "attempt-1"
-    assert (logs / "rank-1.out").read_text() == "heard: hello from 0\n"
+    assert (logs / "rank-1.out").read_text() == "received: hello from 0\n"
     assert (logs / "rank-0.out").read_text() == run.out
     assert (run.run_dir().stat().st_mode & 0o777, (logs / "rank-1.out").stat().st_mode & 0o777) == (0o700, 0o600)
     record = read_run(run.run_dir())
@@ -57,8 +57,8 @@ KILLABLE = """
     session = join()
     session.report(0, "load")
     session.committed(1800, "checkpoints/step-1800")
-    mark(f"up-{SEAT.attempt}-{RANK}")
-    if SEAT.attempt > 1:
+    mark(f"up-{IDENTITY.attempt}-{RANK}")
+    if IDENTITY.attempt > 1:
         wait_for("go")
         sys.exit(0)
     time.sleep(300)

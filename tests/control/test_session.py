@@ -42,9 +42,9 @@ class FakeAgent:
         )
         self.session = Session(identity)
         self.peer = b""
-        self.hear()
+        self.receive()
 
-    def hear(self, kind: type = Heartbeat) -> Any:
+    def receive(self, kind: type = Heartbeat) -> Any:
         """The next message of this kind."""
         deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
@@ -84,13 +84,13 @@ def newest(session: Session, generation: str) -> Group:
 def test_a_heart_beats_five_times_a_second_and_says_for_which_generation(agents):
     agent = agents()
     started = time.monotonic()
-    assert [agent.hear().generation for _ in range(5)] == ["7.1"] * 5
+    assert [agent.receive().generation for _ in range(5)] == ["7.1"] * 5
     assert 0.7 < time.monotonic() - started < 10.0  # a second, unless others have the processors
     agent.session.enter(group(2))
-    until(lambda: agent.hear().generation == "7.2")
+    until(lambda: agent.receive().generation == "7.2")
 
 
-def test_the_newest_generation_is_told_and_late_news_of_older_ones_is_not(agents):
+def test_the_newest_generation_is_announced_and_late_news_of_older_ones_is_not(agents):
     agent = agents()
     assert agent.session.newest is None
     agent.announce(group(3, rank=1))
@@ -112,13 +112,13 @@ def test_a_loss_that_was_missed_makes_a_planned_change_urgent_and_one_that_was_s
     assert not newest(agent.session, "7.3").lost, "it has been in the one that began with the loss"
 
 
-def test_a_dismissed_worker_hears_of_the_generation_without_it(agents):
+def test_a_dismissed_worker_receives_the_generation_without_it(agents):
     agent = agents()
     agent.announce(group(2, rank=-1))
     assert newest(agent.session, "7.2").rank == -1
 
 
-def test_a_newcomer_hears_of_generations_with_it_only(agents):
+def test_a_newcomer_receives_generations_with_it_only(agents):
     agent = agents(joining=True)
     assert (agent.session.group.rank, agent.session.group.generation) == (-1, "")
     agent.announce(group(2, rank=-1), run_call=4)
@@ -133,7 +133,7 @@ def test_an_offer_is_repeated_until_the_worker_is_admitted(agents):
     answers: list[Group | None] = []
     offering = threading.Thread(target=lambda: answers.append(agent.session.offer(3, 60.0)))
     offering.start()
-    assert [agent.hear(Offer).call for _ in range(3)] == [3, 3, 3]
+    assert [agent.receive(Offer).call for _ in range(3)] == [3, 3, 3]
     agent.announce(group(4, rank=1, call=3))
     offering.join(60)
     assert answers[0] is not None
@@ -144,7 +144,7 @@ def test_an_offer_ends_when_the_run_has_moved_past_its_call_or_its_time_is_up(ag
     agent = agents(joining=True)
     agent.announce(group(2, rank=-1), run_call=4)
     assert agent.session.offer(3, 60.0) is None
-    until(lambda: isinstance(agent.hear((Offer, Heartbeat)), Heartbeat), what="the offer's withdrawal")
+    until(lambda: isinstance(agent.receive((Offer, Heartbeat)), Heartbeat), what="the offer's withdrawal")
     with pytest.raises(PeerTimeout, match="did not admit this worker to its call 4 within"):
         agent.session.offer(4, 0.1)
     with pytest.raises(PeerTimeout, match="No generation after the first was announced within"):
@@ -163,7 +163,7 @@ def test_calls_that_wait_end_with_a_loss_and_only_then(agents):
 
     waiting = threading.Thread(target=get)
     waiting.start()
-    request = agent.hear(StoreRequest)
+    request = agent.receive(StoreRequest)
     assert (request.generation, request.incarnation) == ("7.1", 5)
     agent.announce(group(2))
     newest(agent.session, "7.2")
@@ -183,6 +183,6 @@ def test_calls_that_wait_end_with_a_loss_and_only_then(agents):
 
 
 def _refuse(agent: FakeAgent) -> None:
-    request = agent.hear(StoreRequest)
+    request = agent.receive(StoreRequest)
     reply = StoreReply(ticket=request.ticket, ok=False, error=f"generation {request.generation} is over")
     agent.port.send(reply, to=agent.peer)

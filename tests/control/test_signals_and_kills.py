@@ -1,4 +1,4 @@
-"""Signals to the launcher, and kill -9 of everything in turn: what ends, what goes on, and what is left behind."""
+"""Signals to the launcher, and kill -9 of everything in turn: what ends, what continues, and what is left behind."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_kill_9_of_the_launcher_leaves_no_process_socket_or_directory(launcher):
         import subprocess
         AWAY = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(300)"
         session = join()
-        # A loader process, and one that tried to get away: its own session, and nobody's child.
+        # A loader process, and one that tried to get away: its own session, and no child of the worker.
         loader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
         stray = subprocess.Popen([sys.executable, "-c", AWAY])
         stray.wait()
@@ -154,13 +154,13 @@ def test_named_semaphores_of_loader_processes_do_not_outlive_a_kill_9(launcher, 
     until(lambda: not run.descendants(), what="the end of all processes")
 
 
-def test_kill_9_of_the_coordinator_and_the_guard_disturbs_nobody_and_a_later_death_is_still_handled(launcher):
+def test_kill_9_of_the_coordinator_and_the_guard_disturbs_no_worker_and_a_later_death_is_still_handled(launcher):
     run = launcher(
         """
         session = join()
         session.set(f"before/{RANK}", b"kept")
-        mark(f"up-{SEAT.attempt}-{RANK}")
-        if SEAT.attempt == 1:
+        mark(f"up-{IDENTITY.attempt}-{RANK}")
+        if IDENTITY.attempt == 1:
             wait_for("coordinator-is-back")
             assert session.get(f"before/{1 - RANK}", 60) == b"kept"
             session.set(f"after/{RANK}", b"new")

@@ -22,7 +22,7 @@ from manyhands.control.agent.preflight import may_import_torch
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.control.processes import template_process
 from manyhands.control.processes.fence import kill_session
-from manyhands.control.processes.template_process import ForkedProcess, Lent, Template, lend
+from manyhands.control.processes.template_process import ForkedProcess, Lent, Template, lend, shared_template
 from manyhands.launcher.worker_process.template import num_threads
 from tests.control.conftest import alive, until
 
@@ -96,7 +96,7 @@ def test_a_forked_worker_is_what_a_spawned_one_is(template: Template, tmp_path: 
     assert shown["command"][-4:] == [script, "--", "one", "two words"]
 
 
-def test_forked_workers_train_with_threads_and_draw_numbers_of_their_own(template: Template, tmp_path: Path) -> None:
+def test_forked_workers_train_with_threads_and_draw_different_numbers(template: Template, tmp_path: Path) -> None:
     code = """
         import os, random, numpy, torch
         torch.set_num_threads(2)
@@ -138,6 +138,7 @@ def test_orphans_of_a_worker_are_collected(template: Template, tmp_path: Path) -
     assert not psutil.pid_exists(int(out))
 
 
+@pytest.mark.long
 def test_a_killed_template_is_replaced_and_then_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_process, "MOST_STARTS", 2)
     one = ready(Template(ENVIRONMENT, {}))
@@ -213,3 +214,31 @@ def test_a_script_with_imports_of_python_alone_waits_for_no_template(tmp_path: P
     (tmp_path / "train.py").write_text(text)
     assert may_import_torch(WorkerCommand("script", str(tmp_path / "train.py"))) == may
     assert may_import_torch(WorkerCommand("call", "mine:function"))
+
+
+def test_agents_one_after_another_share_a_template_and_none_ends_it(tmp_path: Path) -> None:
+    with shared_template(ENVIRONMENT):
+        pids = []
+        for _ in range(2):
+            one = ready(Template(ENVIRONMENT, {"MARK": "of an agent"}))
+            assert Started(one, tmp_path, "print('here')").ends()[:2] == (0, "here\n")
+            pids.append(one.pid)
+            one.close()
+        assert pids[0] is not None and pids[0] == pids[1] and alive(pids[0])
+        other = Template({**ENVIRONMENT, "OMP_NUM_THREADS": "2"}, {})
+        assert other.pid != pids[0]  # torch reads it when it is imported
+        other.close()
+    assert not alive(pids[0])
+
+
+def test_a_shared_template_that_has_died_is_not_used_again() -> None:
+    with shared_template(ENVIRONMENT):
+        first = Template(ENVIRONMENT, {})
+        pid = first.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        first.close()
+        until(lambda: template_process._shared[0].process.poll() is not None, what="its end")
+        second = Template(ENVIRONMENT, {})
+        assert second.pid not in (None, pid)
+        second.close()

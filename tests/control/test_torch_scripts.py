@@ -37,6 +37,7 @@ def test_gloo_sums_through_the_control_store_and_no_tcp_store_listens(launcher):
     assert run.out == "6.0\n['127.0.0.1'] 0\n"
 
 
+@pytest.mark.long
 def test_a_script_written_for_torchrun_runs_unmodified_and_again_after_a_crash(launcher):
     (launcher.folder / "ddp.py").write_text(
         textwrap.dedent("""

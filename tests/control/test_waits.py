@@ -131,14 +131,14 @@ def test_for_its_agent(tmp_path: Path) -> None:
         )
 
         def answer() -> None:
-            asked = agent.hear(StoreRequest)
+            asked = agent.receive(StoreRequest)
             agent.port.send(StoreReply(ticket=asked.ticket, ok=True, value=b"found"), to=agent.peer)
 
         assert_recognised(lambda: agent.session.get("key", 60.0), answer)
         newcomer = fake("newcomer", joining=True)
 
         def admit() -> None:
-            newcomer.hear(Offer)
+            newcomer.receive(Offer)
             newcomer.announce(group(2))
 
         assert_recognised(lambda: newcomer.session.offer(1, 60.0), admit)
@@ -146,7 +146,7 @@ def test_for_its_agent(tmp_path: Path) -> None:
 
 def test_for_a_server(tmp_path: Path) -> None:
     over = threading.Event()
-    link = ServerConnection(lambda server: f"ipc://{tmp_path}/nobody", b"worker")
+    link = ServerConnection(lambda server: f"ipc://{tmp_path}/unused", b"worker")
     opening = OpenRows(number=(1, 1, 1), servers=1, step=0, base=0)
     assert_recognised(lambda: link.open(opening, lambda: not over.is_set()), over.set)
     over.clear()

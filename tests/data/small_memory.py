@@ -26,7 +26,7 @@ class Large(Dataset[Any]):
 
 
 def collate(rows: list[torch.Tensor]) -> torch.Tensor:
-    """A user's own: torch's would allocate shared memory itself, and fail in a place where it is heard."""
+    """A user's `collate_fn`: torch's would allocate shared memory, and its failure would be reported."""
     return torch.cat([row[None] for row in rows])
 
 

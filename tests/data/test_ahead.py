@@ -54,7 +54,7 @@ def test_what_is_wanted_is_given_in_any_order_and_once(ahead: LeasePrefetch) -> 
     assert [ahead.has(step, 0) for step in (1, 2, 3)] == [False, True, False]
 
 
-def test_what_goes_to_somebody_else_is_dropped(ahead: LeasePrefetch) -> None:
+def test_a_batch_leased_to_another_worker_is_dropped(ahead: LeasePrefetch) -> None:
     ahead.want([job(1, 4), job(2, 7)])
     ahead.want([job(2, 7), job(3, 0)])
     assert [ahead.has(step, 0) for step in (1, 2, 3)] == [False, True, True]
@@ -62,7 +62,7 @@ def test_what_goes_to_somebody_else_is_dropped(ahead: LeasePrefetch) -> None:
     assert ahead.take(1, 0).tolist() == [4], "it came back, and is fetched again"
 
 
-def test_only_sources_that_somebody_can_read_ahead_ask_for_leases_ahead(files: str) -> None:
+def test_only_sources_that_can_be_read_ahead_ask_for_leases_ahead(files: str) -> None:
     assert how_far(as_source(torch.arange(9))) == 0, "rows in memory are copied by the step"
     assert how_far(as_source(Rows())) == 0, "user code runs where it may draw"
     assert how_far(as_source(files)) == 2
@@ -78,7 +78,7 @@ def test_loader_processes_give_what_the_caller_would_get() -> None:
         (rows, noise, by), (same_rows, same_noise, by_me) = (one.at(step).slice(v).batch for one in (away, here))
         assert (rows.tolist(), noise.tolist()) == (same_rows.tolist(), same_noise.tolist())
         assert os.getpid() in by_me and os.getpid() not in by
-    assert os.getpid() in away.at(1).slice(0).batch[2], "it was given before, and nobody expects it"
+    assert os.getpid() in away.at(1).slice(0).batch[2], "it was leased before, and is not in the promised ones"
     with pytest.raises(DataFetchFailed, match="row 11 is spoiled"):
         away.at(2).slice(1)
     away.close()

@@ -1,4 +1,4 @@
-"""Steps and pieces: who gets which rows, where a run goes on, what is random, what fails and how."""
+"""Steps and pieces: which worker gets which rows, where a run resumes, what is random, what fails and how."""
 
 import multiprocessing
 import random
@@ -31,6 +31,7 @@ from tests.data.data_cases import (
     shuffled_numbers,
     take_all,
 )
+from tests.variants import variants
 
 
 def test_each_example_is_used_once_per_epoch_across_a_resume_on_2_then_3_then_1_workers():
@@ -77,7 +78,7 @@ def test_a_short_last_batch_is_used_and_ends_its_epoch():
     assert [step.after for step in steps[:2]] == [Position(0, 0, 8), Position(0, 1, 0)]
 
 
-def test_steps_and_epochs_tell_how_long_the_run_is():
+def test_steps_and_epochs_say_how_long_the_run_is():
     assert batches_of(torch.arange(11), batch_size=4, epochs=3).total_steps == 9
     assert batches_of(torch.arange(11), batch_size=4, epochs=3).steps_per_epoch == 3
     assert batches_of(torch.arange(11), batch_size=4, epochs=3, steps=5).total_steps == 5
@@ -210,7 +211,7 @@ def test_an_error_in_the_prefetch_thread_surfaces_at_the_step_that_needs_it(tmp_
     with pytest.raises(DataFetchFailed, match=r"slice 0 of step 3 failed\. OSError: disk says no"):
         list(next(batches).mine())
     with pytest.raises(DataFetchFailed, match="step 3"):
-        list(next(batches).mine())  # asking again tells again
+        list(next(batches).mine())  # asking again raises again
     batches.close()
 
 
@@ -295,7 +296,7 @@ def test_changing_a_batch_in_place_does_not_change_the_data():
 
 @pytest.mark.parametrize("data", [torch.arange(23), list(range(23)), lambda: iter(range(23))])
 @pytest.mark.parametrize("world_size", [1, 2, 5, 30])
-def test_evaluation_sees_every_example_once_whatever_the_number_of_workers(data, world_size):
+def test_evaluation_sees_every_example_once_on_any_number_of_workers(data, world_size):
     source = as_source(data)
     found = {}
     for rank in range(world_size):
@@ -357,7 +358,7 @@ class ReadAhead(Augmented):
         return 60
 
 
-@pytest.mark.parametrize("kind", ["memory", "thread", "caller", pytest.param("processes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", variants(["memory", "thread", "caller", "processes"], "memory", "thread", "caller"))
 def test_slices_may_be_divided_anew_between_any_two_steps(kind: str) -> None:
     data = ReadAhead() if kind in ("caller", "processes") else torch.arange(60)
     if kind == "thread":

@@ -1,4 +1,4 @@
-"""Every program in docs/data.md runs as it stands, and what it calls `data` can be trained on."""
+"""Every program in docs/data.md runs unchanged, and what it calls `data` can be trained on."""
 
 import re
 from pathlib import Path

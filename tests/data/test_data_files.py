@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.row_exchange import decode, encode
 from manyhands.data.sample_order import SliceDivision
-from manyhands.data.sources import file_source
+from manyhands.data.sources import file_index
 from manyhands.data.sources.as_source import as_source, split
 from manyhands.errors import DataError, DataFetchFailed
 from tests.data.data_cases import ThreadExchange, batches_of, context, take_all, together
@@ -77,12 +77,12 @@ def test_a_collate_function_gets_the_rows_of_a_file_one_by_one(tmp_path):
 
 
 def test_more_files_than_may_be_open_are_opened_in_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_source, "_MAX_OPEN", 2)
+    monkeypatch.setattr(file_index, "_MAX_OPEN", 2)
     for number in range(5):
         np.save(tmp_path / f"{number}.npy", np.array([number, number]))
     source = as_source(tmp_path / "*.npy")
     assert source.take(np.arange(10)).tolist() == [n for n in range(5) for _ in range(2)]
-    assert len(source.reader._opened) == 2
+    assert len(source.reader._index) == 2
 
 
 def test_a_split_of_files_numbers_its_rows_from_zero(tmp_path):
@@ -140,7 +140,7 @@ def spread(tmp_path, kind="npy"):
 
 
 @pytest.mark.parametrize("kind", ["npy", "jsonl"])
-def test_rows_of_files_that_no_host_holds_whole_reach_whoever_computes_them(tmp_path, kind):
+def test_rows_of_files_that_no_host_holds_whole_reach_the_workers_that_compute_them(tmp_path, kind):
     spread(tmp_path, kind)
     shared = ThreadExchange(3)
 
@@ -176,7 +176,7 @@ def test_rows_of_files_that_no_host_holds_whole_reach_whoever_computes_them(tmp_
     assert sorted(alone) == sorted(seen)
 
 
-def test_evaluation_and_a_host_without_files_take_part(tmp_path):
+def test_evaluation_works_with_a_host_without_files(tmp_path):
     (tmp_path / "0").mkdir()
     (tmp_path / "1").mkdir()
     np.save(tmp_path / "0" / "a.npy", np.arange(7))

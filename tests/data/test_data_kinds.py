@@ -166,7 +166,7 @@ def test_a_past_step_of_a_stream_can_be_read_again():
     assert torch.equal(first.slice(1).batch, expected)
 
 
-def test_a_generator_function_is_told_the_epoch_if_it_asks():
+def test_a_generator_function_receives_the_epoch_if_it_asks():
     def rows(epoch):
         yield from range(epoch * 10, epoch * 10 + 3)
 
@@ -234,7 +234,7 @@ def test_a_function_of_the_context_may_give_each_slice_its_own_data():
     assert sorted(chain.from_iterable(together(2, work))) == sorted(alone)
 
 
-def test_slices_with_streams_of_their_own_run_for_a_number_of_steps_and_resume():
+def test_slices_with_separate_streams_run_for_a_number_of_steps_and_resume():
     def data(context):
         def stream(v):
             def rows():
@@ -264,7 +264,7 @@ def test_a_dataloader_lends_its_dataset_collate_and_processes():
     assert rows_of(DataLoader(Counting(), batch_size=5)) == list(range(10))
 
 
-def test_a_dataloader_with_an_order_of_its_own_is_refused():
+def test_a_dataloader_with_a_custom_order_is_refused():
     for own in (SubsetRandomSampler([1, 2]), SequentialSampler(range(5)), RandomSampler(range(10), num_samples=15)):
         with pytest.raises(DataError, match=f"its own sampler \\({type(own).__name__}\\)"):
             as_source(DataLoader(TensorDataset(Y), sampler=own))
@@ -319,7 +319,7 @@ def test_what_cannot_work_is_refused_with_the_reason(data, reason):
     assert caught.value.fix
 
 
-def test_workers_that_were_given_different_data_are_told():
+def test_workers_that_were_given_different_data_are_refused():
     shared = ThreadExchange(2)
     with pytest.raises(DataError, match="rank 0: RowSource, 5 rows; rank 1: RowSource, 6 rows"):
         together(2, lambda rank: as_source(torch.arange(5 + rank), exchange=shared.of(rank)))
@@ -344,7 +344,7 @@ def test_a_validation_split_takes_the_last_rows():
         split(Counting(), 0.5)
 
 
-def test_the_same_seed_draws_the_same_order_whatever_was_drawn_before():
+def test_the_same_seed_draws_the_same_order_after_any_other_draws():
     random.seed(1)
     first = rows_of(Y, seed=3)
     torch.manual_seed(99)

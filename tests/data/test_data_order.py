@@ -33,7 +33,7 @@ def test_the_order_is_the_same_for_ever():
     assert order(10**12, 7, 3, 5, 9).tolist() == [777148470803, 353878560397, 848719682184, 827665433877]
 
 
-def test_seeds_and_epochs_give_orders_of_their_own():
+def test_every_seed_and_epoch_gives_another_order():
     orders = {tuple(order(100, seed, epoch, 0, 100)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 

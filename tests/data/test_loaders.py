@@ -32,8 +32,8 @@ def why_no_small_memory() -> str | None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["loader", pytest.param("ahead", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["loader", "ahead"])
 def test_a_batch_that_finds_no_room_in_shared_memory_is_an_error_that_says_so(how):
     if why := why_no_small_memory():
         pytest.skip(why)

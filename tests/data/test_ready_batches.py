@@ -174,7 +174,7 @@ def test_items_that_are_examples_are_not_asked_about(item):
     assert next(iter(batches_of(lambda: iter([(torch.zeros(4), torch.zeros(4))] * 8), collate=len))).rows == 4
 
 
-def test_a_loader_with_batches_of_its_own_is_refused_or_read_as_it_is():
+def test_a_loader_with_ready_batches_is_refused_or_read_as_it_is():
     data = TensorDataset(X, torch.arange(25))
     own = OwnIter(data, batch_size=10)
     sampled = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 10, drop_last=False))

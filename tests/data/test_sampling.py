@@ -1,4 +1,4 @@
-"""Rows by weight and batches by length: functions of (seed, epoch, position), whoever takes them."""
+"""Rows by weight and batches by length: functions of (seed, epoch, position), on any worker."""
 
 import numpy as np
 import pytest

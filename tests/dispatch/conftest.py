@@ -1,4 +1,4 @@
-"""A cluster that stays warm between the tests of a file, and a place where calls wait until a test lets them go on."""
+"""A cluster that stays warm between the tests of a file, and a gate at which calls wait until a test opens it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
-from tests.dispatch.meetings import Meeting
+from tests.dispatch.step_gates import StepGate
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def coordinator(warm: mh.dispatch.Cluster) -> mh.dispatch.Dispatcher:
 
 
 @pytest.fixture
-def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    found = Meeting(tmp_path / "meeting")
+def gate(tmp_path: Path) -> Iterator[StepGate]:
+    found = StepGate(tmp_path / "gate")
     yield found
     found.close()

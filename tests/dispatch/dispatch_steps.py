@@ -42,11 +42,11 @@ def count_and_die_once(ctx: Any, cell: int, cells: int, mark: str) -> int:
 
 @mh.dispatch.remote
 def see_twice(ctx: Any, other: str) -> tuple[int, int, int]:
-    """Reads one variable, waits until somebody has changed both, and reads the other one."""
+    """Reads one variable, waits until the test has changed both, and reads the other one."""
     first = int(ctx.variables["first"])
-    with socket.socket(socket.AF_UNIX) as meeting:
-        meeting.connect(other)
-        meeting.recv(1)
+    with socket.socket(socket.AF_UNIX) as gate:
+        gate.connect(other)
+        gate.recv(1)
     return first, int(ctx.variables["second"]), int(ctx.variables["first"])
 
 
@@ -58,10 +58,10 @@ def fail(ctx: Any, why: str) -> None:
 
 @mh.dispatch.remote
 def wait_at(ctx: Any, place: str) -> int:
-    """Until somebody lets it go on."""
-    with socket.socket(socket.AF_UNIX) as meeting:
-        meeting.connect(place)
-        meeting.recv(1)
+    """Waits until the test opens the gate."""
+    with socket.socket(socket.AF_UNIX) as gate:
+        gate.connect(place)
+        gate.recv(1)
     return ctx.call
 
 

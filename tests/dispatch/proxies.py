@@ -7,7 +7,7 @@ import threading
 
 
 class Line:
-    """Carries connections to `target` until it is cut; then whoever connects is hung up on."""
+    """Forwards connections to `target` until it is cut; then it closes every new connection."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")

@@ -16,13 +16,14 @@ import zmq
 from torch import Tensor
 
 import manyhands as mh
+from manyhands.comm.transport import socket_event
 from manyhands.control.messages.launch_request import JoinTicket
 from manyhands.control.security.keys import client_curve, write_join_file
 from manyhands.data.randomness import randomness
 from manyhands.data.sample_order import slice_key
 from manyhands.errors import CallCancelled, PeerLost, SpecError, StepFailed, UsageError
-from tests.dispatch.meetings import Meeting
 from tests.dispatch.proxies import Line
+from tests.dispatch.step_gates import StepGate
 
 
 def same(left: Any, right: Any) -> bool:
@@ -69,10 +70,10 @@ def test_a_call_that_returns_what_cannot_be_sent_fails_and_says_so(coordinator: 
 
 
 def test_a_full_queue_blocks_schedule_and_join_waits_for_a_thousand_calls(
-    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, gate: StepGate
 ) -> None:
-    held = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(2)]
-    meeting.await_one(), meeting.await_one()
+    held = [coordinator.schedule("wait_at", (gate.place,)) for _ in range(2)]
+    gate.await_one(), gate.await_one()
     values: list[mh.dispatch.RemoteValue] = []
     blocked = threading.Event()
 
@@ -87,7 +88,7 @@ def test_a_full_queue_blocks_schedule_and_join_waits_for_a_thousand_calls(
     assert blocked.wait(60)
     assert len(values) == 500 and not coordinator.done()
     assert warm.hub.desk.queue.num_waiting == 500
-    meeting.let_go()
+    gate.let_go()
     thread.join()
     coordinator.join()
     assert coordinator.done() and all(value.ready for value in [*held, *values])
@@ -95,21 +96,23 @@ def test_a_full_queue_blocks_schedule_and_join_waits_for_a_thousand_calls(
 
 
 def test_a_failure_is_raised_once_cancels_the_rest_and_leaves_nothing_running(
-    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting, tmp_path: Path
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, gate: StepGate, tmp_path: Path
 ) -> None:
-    under_way = coordinator.schedule("wait_at", (meeting.place,))
-    meeting.await_one()
-    with contextlib.closing(Meeting(tmp_path / "until all are scheduled")) as first:  # after a failure nobody can
+    under_way = coordinator.schedule("wait_at", (gate.place,))
+    gate.await_one()
+    with contextlib.closing(
+        StepGate(tmp_path / "until all are scheduled")
+    ) as first:  # after a failure `schedule` raises
         coordinator.schedule("wait_at", (first.place,))
         first.await_one()
         failing = coordinator.schedule("fail", ("one of these",))
-        waiting = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(20)]
+        waiting = [coordinator.schedule("wait_at", (gate.place,)) for _ in range(20)]
     with pytest.raises(StepFailed, match="raised ValueError: one of these"):
         failing.fetch()
     with pytest.raises(CallCancelled, match=r"wait_at.*was cancelled"):
         coordinator.fetch(waiting)
     assert not coordinator.done()  # one call is still under way, and the failure is not due before it ends
-    meeting.let_go()
+    gate.let_go()
     with pytest.raises(StepFailed, match=r"(?s)raised ValueError: one of these.*dispatch_steps.py"):
         coordinator.join()
     assert isinstance(under_way.fetch(), int)
@@ -128,10 +131,10 @@ def test_schedule_raises_the_failure_too(coordinator: mh.dispatch.Dispatcher) ->
     coordinator.join()
 
 
-def test_what_a_call_draws_depends_on_its_number_alone(coordinator: mh.dispatch.Dispatcher, meeting: Meeting) -> None:
-    value = coordinator.schedule("wait_at", (meeting.place,))
-    meeting.await_one()
-    meeting.let_go()
+def test_what_a_call_draws_depends_on_its_number_alone(coordinator: mh.dispatch.Dispatcher, gate: StepGate) -> None:
+    value = coordinator.schedule("wait_at", (gate.place,))
+    gate.await_one()
+    gate.let_go()
     number = value.fetch()
     drawn = coordinator.fetch([coordinator.schedule("draw") for _ in range(4)])
     expected = []
@@ -145,17 +148,17 @@ def test_what_a_call_draws_depends_on_its_number_alone(coordinator: mh.dispatch.
 
 
 def test_a_call_sees_variables_as_they_were_when_it_began(
-    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, gate: StepGate
 ) -> None:
     for name in ("first", "second"):
         warm.assign(name, torch.tensor(1))
-    value = coordinator.schedule("see_twice", (meeting.place,))
-    meeting.await_one()
+    value = coordinator.schedule("see_twice", (gate.place,))
+    gate.await_one()
     for name in ("first", "second"):
         for _ in range(3):
             warm.add(name, torch.tensor(1))
         assert int(warm.read(name)) == 4
-    meeting.let_go()
+    gate.let_go()
     assert value.fetch() == (1, 1, 1)
 
 
@@ -199,7 +202,7 @@ def test_changes_that_cannot_be_made_fail_their_call(
         ("many", "contains 10002 tensors"),
     ],
 )
-def test_changes_that_cannot_be_sent_fail_their_call_and_harm_nobody(
+def test_changes_that_cannot_be_sent_fail_their_call_and_no_other(
     warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, how: str, why: str
 ) -> None:
     pids = warm.worker_pids, warm.server_pids
@@ -246,7 +249,7 @@ def test_a_thousand_bytes_and_none_are_kept_alike(
 # ---- workers ---------------------------------------------------------------------------------------------------
 
 
-def test_each_worker_goes_on_with_its_own_iterator(coordinator: mh.dispatch.Dispatcher) -> None:
+def test_each_worker_keeps_its_own_iterator(coordinator: mh.dispatch.Dispatcher) -> None:
     dataset = coordinator.create_per_worker_dataset("numbers")
     first, second = iter(dataset), iter(dataset)
     taken = coordinator.fetch([coordinator.schedule("take_next", (first,)) for _ in range(30)])
@@ -259,11 +262,11 @@ def test_each_worker_goes_on_with_its_own_iterator(coordinator: mh.dispatch.Disp
 
 
 def test_a_worker_wired_by_hand_takes_calls_and_leaves(
-    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting, tmp_path: Path
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, gate: StepGate, tmp_path: Path
 ) -> None:
     warm.assign("mine", torch.tensor(3))
-    held = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(2)]
-    meeting.await_one(), meeting.await_one()
+    held = [coordinator.schedule("wait_at", (gate.place,)) for _ in range(2)]
+    gate.await_one(), gate.await_one()
     warm.write_join_file(tmp_path / "cluster.join")
     worker = mh.dispatch.RemoteWorker(tmp_path / "cluster.join").start()
     try:
@@ -275,17 +278,17 @@ def test_a_worker_wired_by_hand_takes_calls_and_leaves(
     finally:
         worker.stop()
     assert worker.session is None and worker.join()
-    meeting.let_go()
+    gate.let_go()
     coordinator.join()
     assert all(value.ready for value in held)
     assert int(warm.read("both")) == 3
 
 
 def test_a_worker_that_gives_no_sign_of_life_loses_its_call_to_another(
-    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, gate: StepGate
 ) -> None:
-    held = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(2)]
-    meeting.await_one(), meeting.await_one()
+    held = [coordinator.schedule("wait_at", (gate.place,)) for _ in range(2)]
+    gate.await_one(), gate.await_one()
     context: Any = zmq.Context()
     silent = context.socket(zmq.DEALER)
     silent.connect(warm.hub.address)
@@ -293,7 +296,7 @@ def test_a_worker_that_gives_no_sign_of_life_loses_its_call_to_another(
     value = coordinator.schedule("give_back", (1,))
     while b"RunCall" not in silent.recv_multipart()[0]:
         continue
-    meeting.let_go()
+    gate.let_go()
     coordinator.fetch(held)
     assert not value.ready
     with warm.hub.changed:
@@ -305,23 +308,23 @@ def test_a_worker_that_gives_no_sign_of_life_loses_its_call_to_another(
 
 
 @pytest.mark.parametrize("how", ["cut", "forgotten"])
-def test_a_worker_that_is_no_longer_in_its_cluster_hears_of_it_and_its_call_is_done(
-    how: str, warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting, tmp_path: Path
+def test_a_worker_that_is_no_longer_in_its_cluster_learns_of_it_and_its_call_is_done(
+    how: str, warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, gate: StepGate, tmp_path: Path
 ) -> None:
     line = Line(warm.hub.tcp_address.removeprefix("tcp://"))
     write_join_file(tmp_path / "cluster.join", JoinTicket(line.address, "", warm.hub.settings.key.hex()))
     worker = mh.dispatch.RemoteWorker(tmp_path / "cluster.join").start()
-    values = [coordinator.schedule("wait_at", (meeting.place,)) for _ in range(3)]
-    meeting.await_one(), meeting.await_one(), meeting.await_one()
+    values = [coordinator.schedule("wait_at", (gate.place,)) for _ in range(3)]
+    gate.await_one(), gate.await_one(), gate.await_one()
     if how == "cut":
         line.cut()
     [member] = [member for member in warm.hub._members.values() if member.child is None]
     while member in warm.hub._members.values():
         member.heard_at -= 1000  # as if it had been silent all that time; a sign of life on its way undoes it
         warm.hub.wait_for(lambda: member not in warm.hub._members.values(), 1.0)
-    meeting.let_go()
-    meeting.await_one()  # its call, once more, elsewhere
-    meeting.let_go()
+    gate.let_go()
+    gate.await_one()  # its call, once more, elsewhere
+    gate.let_go()
     assert len(set(coordinator.fetch(values))) == 3
     with pytest.raises(
         PeerLost, match={"cut": "connection to the cluster was lost", "forgotten": "continues without it"}[how]
@@ -331,7 +334,7 @@ def test_a_worker_that_is_no_longer_in_its_cluster_hears_of_it_and_its_call_is_d
     line.close()
 
 
-def test_whoever_has_no_key_or_another_one_stays_outside(
+def test_a_peer_without_the_key_or_with_another_is_refused(
     warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher
 ) -> None:
     context: Any = zmq.Context()
@@ -341,21 +344,20 @@ def test_whoever_has_no_key_or_another_one_stays_outside(
     stranger.curve_serverkey = client_curve(warm.hub.settings.key).server_key
     monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     stranger.connect(warm.hub.tcp_address)
-    assert monitor.poll(60_000)
-    event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
-    assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    stranger.disable_monitor()
-    for socket in (monitor, stranger):
-        socket.close(0)
-    context.term()
+    try:
+        assert monitor.poll(60_000)
+        assert socket_event(monitor).kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    finally:
+        stranger.disable_monitor()
+        context.destroy(0)
     assert coordinator.schedule("give_back", (1,)).fetch()["args"] == [1]
 
 
 def test_frames_that_are_none_of_ours_are_refused_counted_and_harmless(
-    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, meeting: Meeting
+    warm: mh.dispatch.Cluster, coordinator: mh.dispatch.Dispatcher, gate: StepGate
 ) -> None:
-    held = coordinator.schedule("wait_at", (meeting.place,))
-    meeting.await_one()
+    held = coordinator.schedule("wait_at", (gate.place,))
+    gate.await_one()
     [given] = warm.hub.desk.queue.running.values()
     encode = msgspec.msgpack.encode
     forged = {"m": "CallDone", "call": given.call, "attempt": given.attempt, "value_frames": 1, "changes": []}
@@ -382,7 +384,7 @@ def test_frames_that_are_none_of_ours_are_refused_counted_and_harmless(
     warm.hub.wait_for(lambda: warm.refused - before >= len(messages), 60)
     assert warm.refused - before == len(messages)
     assert not held.ready
-    meeting.let_go()
+    gate.let_go()
     assert held.fetch() == given.call
     warm.assign("first", torch.tensor(1))
     assert int(warm.read("first")) == 1

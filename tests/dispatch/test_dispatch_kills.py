@@ -15,7 +15,7 @@ import torch
 
 import manyhands as mh
 from manyhands.errors import CallCancelled, UsageError
-from tests.dispatch.meetings import Meeting
+from tests.dispatch.step_gates import StepGate
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -23,38 +23,39 @@ CALLS = 200
 
 
 class Watched(mh.dispatch.Cluster):
-    """Remembers what it was told, and lets a test wait for it."""
+    """Records which methods were called, and lets a test wait for a call."""
 
     def __init__(self, workers: int, servers: int) -> None:
         super().__init__(workers, servers, steps="dispatch_steps")
-        self.told: list[tuple[str, int]] = []
-        self._heard = threading.Condition()
+        self.calls: list[tuple[str, int]] = []
+        self._called = threading.Condition()
 
-    def _hear(self, what: str, number: int) -> None:
-        with self._heard:
-            self.told.append((what, number))
-            self._heard.notify_all()
+    def _note(self, what: str, number: int) -> None:
+        with self._called:
+            self.calls.append((what, number))
+            self._called.notify_all()
 
-    def await_told(self, what: str, number: int, times: int) -> None:
-        with self._heard:
-            assert self._heard.wait_for(lambda: self.told.count((what, number)) >= times, 100), self.told
+    def await_call(self, what: str, number: int, times: int) -> None:
+        with self._called:
+            assert self._called.wait_for(lambda: self.calls.count((what, number)) >= times, 100), self.calls
 
     def on_worker_started(self, number: int, process: str) -> None:
-        self._hear("worker started", number)
+        self._note("worker started", number)
 
     def on_worker_lost(self, number: int, why: str) -> None:
         assert why == "signal 9"
-        self._hear("worker lost", number)
+        self._note("worker lost", number)
 
     def on_server_started(self, number: int, process: str) -> None:
-        self._hear("server started", number)
+        self._note("server started", number)
 
     def on_server_lost(self, number: int, why: str) -> None:
         assert why == "signal 9"
-        self._hear("server lost", number)
+        self._note("server lost", number)
 
 
-def test_every_call_counts_once_whoever_is_killed_and_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_every_call_counts_once_under_kills_and_nothing_is_left(tmp_path: Path) -> None:
     with Watched(workers=2, servers=2) as cluster:
         coordinator = mh.dispatch.Dispatcher(cluster)
         cluster.assign("cells", torch.zeros(CALLS, dtype=torch.int64))
@@ -76,15 +77,15 @@ def test_every_call_counts_once_whoever_is_killed_and_nothing_is_left(tmp_path: 
         assert torch.equal(cluster.read("cells"), torch.ones(CALLS, dtype=torch.int64))
         assert int(cluster.read("total")) == CALLS
         assert {info.version for info in cluster.variables()} == {CALLS + 1}
-        lost = [number for what, number in cluster.told if what == "worker lost"]
+        lost = [number for what, number in cluster.calls if what == "worker lost"]
         assert len(lost) == 1
-        cluster.await_told("worker started", lost[0], times=2)
-        # The one that came back makes its own iterator anew; the other goes on where it was.
+        cluster.await_call("worker started", lost[0], times=2)
+        # The replacement makes its iterator anew; the other worker continues where it was.
         after = coordinator.fetch([coordinator.schedule("take_next", (numbers,)) for _ in range(20)])
         fresh = {pid for pid, _ in after} - before.keys()
         assert all(min(number for who, number in after if who == pid) == 0 for pid in fresh)
         assert all(number > before[pid] for pid, number in after if pid in before)
-        assert all(("server lost", server) in cluster.told for server in (0, 1))
+        assert all(("server lost", server) in cluster.calls for server in (0, 1))
         directory = Path(cluster.hub.address.removeprefix("ipc://")).parent
         pids = [*cluster.worker_pids.values(), *cluster.server_pids.values()]
         assert directory.is_dir() and len(pids) == 4
@@ -97,7 +98,7 @@ def test_every_call_counts_once_whoever_is_killed_and_nothing_is_left(tmp_path: 
         coordinator.schedule("who")
 
 
-def test_kill_9_of_the_process_that_has_the_cluster_leaves_no_process_and_no_socket(meeting: Meeting) -> None:
+def test_kill_9_of_the_process_that_has_the_cluster_leaves_no_process_and_no_socket(gate: StepGate) -> None:
     program = """
 import signal, manyhands as mh
 with mh.dispatch.Cluster(workers=1, servers=1, steps="dispatch_steps") as cluster:
@@ -106,12 +107,12 @@ with mh.dispatch.Cluster(workers=1, servers=1, steps="dispatch_steps") as cluste
     print(cluster.hub.address, *pids, flush=True)
     signal.pause()
 """
-    code = program.replace("PLACE", repr(meeting.place))
+    code = program.replace("PLACE", repr(gate.place))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         address, *pids = parent.stdout.readline().split()
-        meeting.await_one()  # it is killed in the middle of a call
+        gate.await_one()  # it is killed in the middle of a call
         processes = [psutil.Process(int(pid)) for pid in pids]
         directory = Path(address.removeprefix("ipc://")).parent
         guards = [found for found in psutil.Process(parent.pid).children() if str(directory) in found.cmdline()]
@@ -136,7 +137,7 @@ class Careless(mh.dispatch.Cluster):
     """A subclass with a mistake in one of its methods."""
 
     def on_server_lost(self, number: int, why: str) -> None:
-        raise ZeroDivisionError(f"while told of server {number}")
+        raise ZeroDivisionError(f"in on_server_lost for server {number}")
 
 
 def test_servers_can_be_added_and_a_mistake_in_a_subclass_ends_the_cluster_with_it() -> None:

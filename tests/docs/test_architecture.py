@@ -1,4 +1,6 @@
-"""docs/architecture.md names what is there, and the walk of a batch names the files that a step really enters."""
+"""docs/architecture.md names what is there, as does the page in Chinese, and the walk of a batch names the files that a
+step really enters.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,22 @@ import torch
 import manyhands as mh
 from manyhands import native
 from manyhands.testing import RankPool
-from tools.architecture_links import LINK, PAGE, counts, files_in, line_of, renewed, section, unresolved, walks
+from tools.architecture_links import (
+    CHINESE_PAGE,
+    LINK,
+    PAGE,
+    Counts,
+    counts,
+    files_in,
+    line_of,
+    renewed,
+    section,
+    unresolved,
+    walks,
+)
 
 PACKAGE = Path(mh.__file__).parent
-TEXT = PAGE.read_text()
+TEXT, CHINESE = PAGE.read_text(), CHINESE_PAGE.read_text()
 BATCH = "### Walk: a batch"
 # Ranks of a pool have no agent, so nothing is sent to its display.
 WITH_AN_AGENT = {"control/session/session.py", "control/session/request_line.py"}
@@ -25,10 +39,11 @@ WITH_AN_AGENT = {"control/session/session.py", "control/session/request_line.py"
 LOOP = {"training/loop/fit.py"}
 
 
-def test_every_name_is_defined_where_its_link_points() -> None:
-    assert len(LINK.findall(TEXT)) > 100
-    assert not unresolved(TEXT)
-    assert renewed(TEXT) == TEXT, "python -m tools.architecture_links"
+@pytest.mark.parametrize("text", [TEXT, CHINESE], ids=["English", "Chinese"])
+def test_every_name_is_defined_where_its_link_points(text: str) -> None:
+    assert len(LINK.findall(text)) > 100
+    assert not unresolved(text)
+    assert renewed(text) == text, "python -m tools.architecture_links"
 
 
 def test_a_link_whose_name_or_line_has_changed_is_found() -> None:
@@ -40,9 +55,15 @@ def test_a_link_whose_name_or_line_has_changed_is_found() -> None:
     assert line_of("../manyhands/native/plane.c", "mh_meet") is not None
 
 
-@pytest.mark.parametrize("heading", walks(TEXT))
+def in_chinese(figures: Counts) -> str:
+    return f"{figures.files} 个文件，换文件夹 {figures.folders} 次，换包 {figures.packages} 次。"
+
+
+@pytest.mark.parametrize("heading", [*walks(TEXT), *walks(CHINESE)])
 def test_the_figures_below_a_walk_are_those_of_its_links(heading: str) -> None:
-    assert f"\n{counts(files_in(walks(TEXT)[heading]))}.\n" in section(TEXT, heading)
+    text = TEXT if heading in walks(TEXT) else CHINESE
+    found = counts(files_in(walks(text)[heading]))
+    assert f"\n{found}.\n" in section(text, heading) or f"\n{in_chinese(found)}\n" in section(text, heading)
 
 
 def test_the_walk_of_a_batch_has_few_files() -> None:

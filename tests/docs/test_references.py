@@ -15,6 +15,7 @@ from manyhands.cli.main import COMMANDS
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
+    "README.zh.md",
     "CONTRIBUTING.md",
     "changes/README.md",
     *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),

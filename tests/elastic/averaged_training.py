@@ -1,4 +1,4 @@
-"""What the tests of averaged elastic runs train: plain SGD, so that a loop by hand can tell where it must end.
+"""What the tests of averaged elastic runs train: plain SGD, so that a loop by hand computes where it must end.
 
 `python averaged_training.py '{"steps": 60, "every": 5, "faults": [{"slot": 1, "step": 8, "at": "forward"}]}'`. A fault
 is a kill -9, in the first process of its slot only. With "until_whole" training ends some steps after all who were lost
@@ -42,10 +42,10 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Watch:
-    """Keeps track of the step, and counts how often it is told of each."""
+    """Keeps track of the step, and records each step that its hook is called for."""
 
     def __init__(self, until_whole: int) -> None:
-        self.told: list[int] = []
+        self.steps_seen: list[int] = []
         self._until_whole, self._fewest, self._whole_steps = until_whole, until_whole, 0
 
     def before_step(self, trainer: Any, step: int) -> None:
@@ -53,7 +53,7 @@ class Watch:
         STEP = step
 
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
-        self.told.append(step)
+        self.steps_seen.append(step)
         workers = trainer._run.worker.world_size
         self._fewest = min(self._fewest, workers)
         self._whole_steps = self._whole_steps + 1 if workers == self._until_whole else 0
@@ -95,7 +95,7 @@ def main(asked: dict[str, Any]) -> None:
     )
     trainer.fit(data(), steps=asked.get("steps", 100_000), batch_size=BATCH, validation=data())
     trainer.save("model.safetensors")
-    print("RESULT " + json.dumps({"step": trainer.step, "told": watch.told}), flush=True)
+    print("RESULT " + json.dumps({"step": trainer.step, "steps_seen": watch.steps_seen}), flush=True)
 
 
 if __name__ == "__main__":

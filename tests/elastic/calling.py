@@ -33,5 +33,5 @@ if __name__ == "__main__":
         for param in edited.parameters():
             param.mul_(0.5)
     trainer.fit(data(), steps=ASKED["steps"], batch_size=64)
-    told = {"digest": digest(trainer.model), "predicted": float(predicted.double().sum())}
-    print("RESULT " + json.dumps(told), flush=True)
+    result = {"digest": digest(trainer.model), "predicted": float(predicted.double().sum())}
+    print("RESULT " + json.dumps(result), flush=True)

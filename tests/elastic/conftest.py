@@ -36,29 +36,29 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.directory = folder, folder / "run"
         command = [sys.executable, "-m", "manyhands.cli.main", "run", "--run-dir", str(self.directory), *options]
-        told = os.open(folder / "told.txt", os.O_WRONLY | os.O_CREAT)
+        results = os.open(folder / "results.txt", os.O_WRONLY | os.O_CREAT)
         output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # for scripts that import from tests
         self.process = subprocess.Popen(
             [*prefix, *command, str(script), json.dumps(asked)],
-            cwd=folder, env=environment, stdout=told, stderr=output,
+            cwd=folder, env=environment, stdout=results, stderr=output,
         )  # fmt: skip
-        os.close(told)
+        os.close(results)
         os.close(output)
 
     def output(self) -> str:
         return (self.folder / "output.txt").read_text()
 
     def wait(self, timeout_s: float = 200.0) -> dict[str, Any]:
-        """What the chief told at the end of a run that ended well."""
+        """What the chief printed at the end of a run that ended well."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it has not ended after {timeout_s:g} s:\n{self.output()[-6000:]}") from None
         assert code == 0, f"exit code {code}:\n{self.output()[-6000:]}"
-        [line] = [line for line in (self.folder / "told.txt").read_text().splitlines() if line.startswith("RESULT ")]
-        told: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-        return told
+        [line] = [line for line in (self.folder / "results.txt").read_text().splitlines() if line.startswith("RESULT ")]
+        result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+        return result
 
     def enough(self) -> dict[str, Any]:
         """The same for one that was asked to train for ENDLESS steps: this ends its first call of `fit`."""
@@ -123,12 +123,12 @@ def elastic(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def undisturbed() -> Iterator[Callable[..., dict[str, Any]]]:
-    """What one process tells that nobody disturbs, which stays warm; each question is answered once."""
+    """The result of one undisturbed process, which stays warm; each training is run once."""
     known: dict[str, dict[str, Any]] = {}
     alone = RankPool()
     alone.start(1)
 
-    def tell(whole: dict[str, Any]) -> dict[str, Any]:
+    def result_of(whole: dict[str, Any]) -> dict[str, Any]:
         same = ("clip", "rows", "tied", "validate_every", "train_metrics", "kind")
         asked = {name: value for name, value in whole.items() if name in same} | {
             "steps": whole["steps"],
@@ -139,11 +139,11 @@ def undisturbed() -> Iterator[Callable[..., dict[str, Any]]]:
             asked["mesh"] = None
         key = json.dumps(asked, sort_keys=True)
         if key not in known:
-            (told,) = alone(1, train, asked)
-            known[key] = json.loads(json.dumps(told))
+            (result,) = alone(1, train, asked)
+            known[key] = json.loads(json.dumps(result))
         return known[key]
 
-    yield tell
+    yield result_of
     alone.close()
 
 

@@ -1,4 +1,4 @@
-"""The training of `training.py` in a loop of its own, which asks the other workers for something after every step.
+"""The training of `training.py` in a user loop, which calls a collective after every step.
 
 `python own_loop.py '{"steps": 30, "faults": [...]}'`, with the same faults; with few "slices" some workers have none.
 With "before" it asks them before the first step, too.
@@ -35,6 +35,6 @@ if __name__ == "__main__":
             assert math.isfinite(hands.mean(value))
             if "slices" not in ASKED:  # else some workers do not come by here
                 assert float(hands.reduce(torch.ones(1))) == hands.world_size
-    told = {"reached": hands.steps_done, "digest": digest(trained), "evaluated": hands.evaluate(data(), loss)["loss"]}
+    result = {"reached": hands.steps_done, "digest": digest(trained), "evaluated": hands.evaluate(data(), loss)["loss"]}
     if hands.is_chief:
-        print("RESULT " + json.dumps(told), flush=True)
+        print("RESULT " + json.dumps(result), flush=True)

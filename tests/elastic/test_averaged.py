@@ -1,6 +1,6 @@
-"""Workers with weights of their own that are killed -9: the others go back to the last round, and lose no sample.
+"""Local SGD workers that are killed -9: the others go back to the last averaging round, and lose no sample.
 
-Where such a run ends depends on how many took part in each round. Its record tells how many those were; a loop by hand
+Where such a run ends depends on how many workers were in each round. Its record says how many; a loop by hand
 with as many must end in the same place.
 """
 
@@ -44,7 +44,7 @@ def averaged(tmp_path: Path) -> Iterator[Start]:
 
 
 def workers_by_step(run: Run, steps: int) -> dict[int, int]:
-    """How many took part in each step that stands. What a killed chief recorded no more was of its own generation."""
+    """The number of workers in each committed step. Steps that a killed chief did not record were of its generation."""
     events = read_run_events(run.directory)
     sizes = {event.generation: event.workers for event in events if isinstance(event, GenerationStarted)}
     commits = sorted(
@@ -87,13 +87,15 @@ def _round(agreed: dict[str, Tensor], steps: range, count: int, x: Tensor, y: Te
     return {name: torch.stack([end[name] for end in ends]).mean(0) for name in agreed}
 
 
-def test_a_round_begins_anew_with_those_who_are_left_and_who_come_take_part_in_the_next(averaged: Start) -> None:
+def test_a_round_begins_anew_with_those_who_are_left_and_newcomers_join_the_next(averaged: Start) -> None:
     faults = [{"slot": 0, "step": 13, "at": "forward"}, {"slot": 2, "step": 20, "at": "averaging"}]
     run = averaged({"until_whole": 3, "slow_s": 0.02, "local_sgd": {"every": EVERY}, "faults": faults})
-    told = run.wait()
-    assert all(after == before + 1 for before, after in pairwise(told["told"])), "a hook heard of a step twice"
-    workers = workers_by_step(run, told["step"])
-    assert min(workers.values()) < workers[told["step"]] == 3
+    result = run.wait()
+    assert all(after == before + 1 for before, after in pairwise(result["steps_seen"])), (
+        "a hook was called twice for a step"
+    )
+    workers = workers_by_step(run, result["step"])
+    assert min(workers.values()) < workers[result["step"]] == 3
     found = load_file(run.folder / "model.safetensors")
     for name, value in by_hand(workers).items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
@@ -107,8 +109,8 @@ def test_streaming_drops_what_was_under_way(averaged: Start) -> None:
     way = {"every": 6, "fragments": 2, "overlap": 2, "outer": "nesterov", "outer_lr": 0.5, "outer_momentum": 0.5}
     fault = {"slot": 1, "step": 14, "at": "forward"}
     run = averaged({"steps": STEPS, "slow_s": 0.01, "local_sgd": way, "faults": [fault]})
-    told = run.wait()
-    assert told["step"] == STEPS
+    result = run.wait()
+    assert result["step"] == STEPS
     ledger = audit_run(run.directory)
     assert not ledger.problems and ledger.rollbacks
     x, y = training.data()

@@ -1,4 +1,4 @@
-"""Elastic runs by TF_CONFIG without servers: tasks that come late, come twice or never come, each started by itself."""
+"""Elastic runs by TF_CONFIG without servers: tasks that start late, twice or never, each with a separate command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Task = subprocess.Popen[bytes]
 
 
 class Run(LocalRun):
-    """A chief and three workers are listed. `process` is the chief, which stands for the run."""
+    """A chief and three workers are listed. `process` is the chief, whose end is the end of the run."""
 
     def __init__(self, folder: Path, plainly: bool) -> None:
         """`plainly`: by `python training.py`, with settings in the environment; else by `mh run`."""
@@ -36,7 +36,7 @@ class Run(LocalRun):
         self._cluster = {"chief": [chief], "worker": workers}
 
     def start_chief(self) -> None:
-        self.process = self.start("chief", 0, "output.txt", "told.txt")
+        self.process = self.start("chief", 0, "output.txt", "results.txt")
 
     def start(self, job: str, index: int, errors: str = "others.txt", output: str = "others.txt") -> Task:
         task = {"cluster": self._cluster, "task": {"type": job, "index": index}}
@@ -81,8 +81,8 @@ def test_one_worker_comes_late_and_again_and_another_never(run: Run, undisturbed
     run.start_chief()
     first = run.start("worker", 0)
     reached = run.step()
-    run.until(lambda: run.step() > reached + 5, "that it goes on without the others", 250)
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
+    run.until(lambda: run.step() > reached + 5, "that it trains without the others", 250)
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
     assert first.wait(60) == 0
     check_commits(run)

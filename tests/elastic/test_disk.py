@@ -1,4 +1,4 @@
-"""A disk that is full, a checkpoint that is damaged, and then everybody dies: the run ends where it would have."""
+"""A disk that is full, a checkpoint that is damaged, and then all workers die: the run ends where it would have."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def test_a_run_outlives_a_full_disk_a_damaged_checkpoint_and_all_of_its_workers(
     for member in members:
         os.kill(member.pid, signal.SIGKILL)
     assert len(members) == 3
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
-    assert "attempt" in run.output() or "restart" in run.output(), "nobody was left: the run began again"
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
+    assert "attempt" in run.output() or "restart" in run.output(), "no worker was left: the run began again"

@@ -54,6 +54,7 @@ def test_a_worker_that_is_busy_without_progress_is_replaced(elastic: Start, undi
     assert "spin" in run.output()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pause", [40, 60])
 def test_a_worker_that_is_admitted_after_the_last_step_of_a_call_ends_it_with_the_others(
     elastic: Start, undisturbed: Any, pause: int
@@ -64,13 +65,13 @@ def test_a_worker_that_is_admitted_after_the_last_step_of_a_call_ends_it_with_th
         *("-n", "3", "--elastic", "1:3", *PATIENT),
     )
     run.until(lambda: "1 joined" in run.output(), "another one")
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     assert run.wait() == undisturbed({"steps": 40})
     check_commits(run)
     assert "an exchange between workers failed" not in run.output()
 
 
-@pytest.mark.parametrize("at", ["in evaluation", "while saving"])
+@pytest.mark.parametrize("at", [pytest.param("in evaluation", marks=pytest.mark.long), "while saving"])
 def test_a_worker_that_is_lost_outside_of_steps_while_another_waits_to_be_admitted(
     elastic: Start, undisturbed: Any, at: str
 ) -> None:
@@ -81,7 +82,7 @@ def test_a_worker_that_is_lost_outside_of_steps_while_another_waits_to_be_admitt
     ]
     run = elastic({"steps": 40, "faults": places}, "-n", "3", "--elastic", "1:3", *PATIENT)
     run.until(lambda: "1 joined" in run.output(), "another one")
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     assert run.wait() == undisturbed({"steps": 40})
     check_commits(run)
     assert "an exchange between workers failed" not in run.output()
@@ -90,6 +91,7 @@ def test_a_worker_that_is_lost_outside_of_steps_while_another_waits_to_be_admitt
 BY_STEPS = {"steps": 24, "validate_every": 7, "train_metrics": 50}
 
 
+@pytest.mark.long
 def test_a_worker_that_comes_while_the_others_validate_inside_an_epoch_has_the_same_history(
     elastic: Start, undisturbed: Any
 ) -> None:
@@ -100,10 +102,10 @@ def test_a_worker_that_comes_while_the_others_validate_inside_an_epoch_has_the_s
     ]
     run = elastic({**BY_STEPS, "faults": places}, "-n", "3", "--elastic", "1:3", *PATIENT)
     run.until(lambda: "1 joined" in run.output(), "another one")
-    (run.folder / "go on").touch()
-    told = run.wait()
-    assert told == undisturbed(BY_STEPS)
-    assert [row["step"] for row in told["told"][0]] == [7, 14, 21, 24]
+    (run.folder / "continue").touch()
+    result = run.wait()
+    assert result == undisturbed(BY_STEPS)
+    assert [row["step"] for row in result["calls"][0]] == [7, 14, 21, 24]
     check_commits(run)
 
 
@@ -115,18 +117,18 @@ def test_the_clock_of_a_chief_that_is_killed_is_anothers_and_all_validate_after_
     asked = {"steps": 24, "validate_every_s": 1e-9}
     places = [{"slot": 0, "step": 9, "at": "in evaluation"}, {"slot": 1, "step": 15, "at": "backward"}]
     run = elastic({**asked, "faults": places}, "-n", "3", "--elastic", "1:3")
-    told = run.wait()
+    result = run.wait()
     alone = undisturbed({"steps": 24, "validate_every": 1})
-    assert told["digest"] == alone["digest"]
-    known = {row["step"]: row for row in alone["told"][0]}
-    found = {row["step"]: row for row in told["told"][0]}
+    assert result["digest"] == alone["digest"]
+    known = {row["step"]: row for row in alone["calls"][0]}
+    found = {row["step"]: row for row in result["calls"][0]}
     assert len(found) >= 20 and 24 in found
     assert {step: row["val_loss"] for step, row in found.items()} == {s: known[s]["val_loss"] for s in found}
     check_commits(run)
 
 
 @pytest.mark.parametrize("step", [10, pytest.param(40, marks=pytest.mark.long)])
-def test_what_one_worker_alone_has_not_heard_the_end_of_is_not_done_again(
+def test_an_operation_whose_end_only_one_worker_missed_is_not_repeated(
     elastic: Start, undisturbed: Any, step: int
 ) -> None:
     """With the others in the next step, and in the next thing that all do together."""
@@ -139,7 +141,7 @@ def test_what_one_worker_alone_has_not_heard_the_end_of_is_not_done_again(
     assert run.output().count("an exchange between workers failed") == 1
 
 
-def test_steps_go_on_without_the_coordinator_and_who_is_killed_meanwhile_is_missed_when_it_is_back(
+def test_steps_continue_without_the_coordinator_which_finds_out_who_was_killed_when_it_is_back(
     elastic: Start, undisturbed: Any
 ) -> None:
     run = elastic(ENDLESS, "-n", "3", "--elastic", "1:3")
@@ -156,8 +158,8 @@ def test_steps_go_on_without_the_coordinator_and_who_is_killed_meanwhile_is_miss
     os.kill(victim, signal.SIGKILL)
     reached = run.step()
     run.until(lambda: run.step() > reached + 5, "five steps more")
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
     check_commits(run)
     assert "died: SIGKILL" in run.generations()[1].why
 
@@ -170,12 +172,13 @@ def test_a_run_scaled_from_2_to_1_to_3_ends_where_one_worker_ends(elastic: Start
         run.until(lambda wanted=wanted: len(run.members()) == wanted, f"{wanted} workers")
         reached = run.step()
         run.until(lambda reached=reached: run.step() > reached + 5, "five steps more")
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
     check_commits(run)
     assert not [event for event in run.generations() if "died" in event.why]
 
 
+@pytest.mark.long
 def test_with_too_few_workers_the_run_waits_between_two_steps(elastic: Start, undisturbed: Any) -> None:
     places = [{"slot": 1, "step": 10, "at": "backward"}]
     # A forked replacement can be there before the first one has noticed that it is alone.
@@ -186,7 +189,7 @@ def test_with_too_few_workers_the_run_waits_between_two_steps(elastic: Start, un
     for commit in run.commits():
         counts[commit["step"]] = counts.get(commit["step"], 0) + 1
     alone = [step for step, count in counts.items() if count == 1]
-    assert alone in ([10], [11], [10, 11]), "the step under way, and the wish to wait in the one after it"
+    assert alone in ([10], [11], [10, 11]), "the step under way, and the one after it, whose request is to wait"
     assert "waiting: 1 of at least 2 workers are there" in run.output()
 
 
@@ -202,11 +205,12 @@ def test_a_newcomer_killed_while_it_joins_is_no_loss_to_the_others(elastic: Star
     [first] = run.until(newcomer, "a third worker")
     os.kill(first.pid, signal.SIGKILL)
     run.until(lambda: len(found := run.members()) == 3 and all(one.step for one in found), "three workers")
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
     check_commits(run)
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_asks_those_who_took_the_step_and_newcomers_after_the_next(elastic: Start) -> None:
     run = elastic(
         {"steps": 40, "faults": [{"slot": 2, "step": 30, "at": "forward"}], "pause": 36},
@@ -214,7 +218,7 @@ def test_a_loop_of_ones_own_asks_those_who_took_the_step_and_newcomers_after_the
         script=OWN_LOOP,
     )
     run.until(lambda: "1 joined" in run.output(), "another one")
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     alone = elastic({"steps": 40}, "-n", "1", script=OWN_LOOP)
     assert run.wait() == alone.wait()
     assert "an exchange between workers failed" not in run.output()
@@ -230,8 +234,8 @@ def test_a_worker_that_gets_ready_later_than_the_others_begins_in_the_call_that_
     run.until(lambda: run.step() > 15, "the second call of fit")
     for member in run.members():
         os.kill(member.pid, signal.SIGKILL)
-    told, expected = run.wait(), undisturbed({"steps": 10})
-    assert (told["digest"], told["told"]) == (expected["digest"], expected["told"])
+    result, expected = run.wait(), undisturbed({"steps": 10})
+    assert (result["digest"], result["calls"]) == (expected["digest"], expected["calls"])
     assert "attempt 2" in run.output()
 
 
@@ -244,7 +248,7 @@ def test_a_worker_that_is_stopped_before_its_first_step_is_replaced(elastic: Sta
 
 
 @pytest.mark.long
-def test_a_worker_without_a_slice_hears_the_means_of_the_others_out(elastic: Start) -> None:
+def test_a_worker_without_a_slice_joins_the_means_of_the_others(elastic: Start) -> None:
     places = [{"slot": 1, "step": 12, "at": "forward"}]
     run = elastic({"steps": 25, "slices": 2, "faults": places}, "-n", "4", "--elastic", "1:4", script=OWN_LOOP)
     alone = elastic({"steps": 25, "slices": 2}, "-n", "1", script=OWN_LOOP)
@@ -260,14 +264,14 @@ def test_workers_lost_between_two_calls_are_replaced_in_the_next(elastic: Start)
     ]
     run = elastic({"steps": 20, "faults": places, "pause": 20}, "-n", "3", "--elastic", "1:3", script=CALLING)
     run.until(lambda: " joined" in run.output(), "another one")
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     alone = elastic({"steps": 20}, "-n", "1", script=CALLING)
     assert run.wait() == alone.wait()
     assert "attempt 2" not in run.output() and "an exchange between workers failed" not in run.output()
 
 
 @pytest.mark.long
-def test_a_worker_that_cannot_know_what_others_came_to_before_says_so_and_the_others_go_on(elastic: Start) -> None:
+def test_a_worker_that_cannot_know_earlier_results_of_others_says_so_and_the_others_continue(elastic: Start) -> None:
     places = [{"slot": 2, "step": 8, "at": "forward"}]
     run = elastic(
         {"steps": 20, "before": True, "faults": places, "pause": 12},
@@ -275,6 +279,6 @@ def test_a_worker_that_cannot_know_what_others_came_to_before_says_so_and_the_ot
         script=OWN_LOOP,
     )
     run.until(lambda: "UsageError: This worker joined a running run" in run.output(), "word of the one that came")
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     alone = elastic({"steps": 20, "before": True}, "-n", "1", script=OWN_LOOP)
     assert run.wait() == alone.wait()

@@ -1,4 +1,4 @@
-"""Elastic runs on two hosts, which are network namespaces: deaths, a partition, a host that is told to go."""
+"""Elastic runs on two hosts, which are network namespaces: deaths, a partition, a host that gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Run(LocalRun):
         self.second = self._start(self._hosts[1], "second.txt", "agent", "--join", "join", "-n", "2")
 
     def _start(self, prefix: list[str], output: str, *words: str) -> subprocess.Popen[bytes]:
-        told = os.open(self.folder / f"told{output.removeprefix('output')}", os.O_WRONLY | os.O_CREAT)
+        results = os.open(self.folder / f"results{output.removeprefix('output')}", os.O_WRONLY | os.O_CREAT)
         fd = os.open(self.folder / output, os.O_WRONLY | os.O_CREAT)
         try:
-            return subprocess.Popen([*prefix, *MH, *words], cwd=self.folder, stdout=told, stderr=fd)
+            return subprocess.Popen([*prefix, *MH, *words], cwd=self.folder, stdout=results, stderr=fd)
         finally:
-            os.close(told)
+            os.close(results)
             os.close(fd)
 
     def workers_of_second(self) -> list[int]:
@@ -60,7 +60,7 @@ class Run(LocalRun):
         )
 
     def cut(self) -> None:
-        """Nothing gets through between the hosts any more, and nobody is told."""
+        """No packet gets through between the hosts any more, and no connection is closed."""
         name = self._hosts[1][3]
         links = json.loads(subprocess.run(["ip", "-n", name, "-j", "link"], check=True, capture_output=True).stdout)
         [link] = [one["ifname"] for one in links if one["ifname"] != "lo"]
@@ -95,14 +95,14 @@ def test_a_worker_killed_on_the_other_host_is_replaced(run_on_two_hosts: Any, un
     run.until(lambda: run.step() > 10, "step 10")
     os.kill(run.workers_of_second()[0], signal.SIGKILL)
     run.until(lambda: "1 joined" in [event.why for event in run.generations()], "a replacement")
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
     assert run.second.wait(60) == 0
     check_commits(run)
 
 
 @pytest.mark.long
-def test_after_a_partition_the_side_with_the_coordinator_goes_on_and_the_other_ends(
+def test_after_a_partition_the_side_with_the_coordinator_continues_and_the_other_ends(
     run_on_two_hosts: Any, undisturbed: Any
 ) -> None:
     run = run_on_two_hosts(ENDLESS)
@@ -115,19 +115,17 @@ def test_after_a_partition_the_side_with_the_coordinator_goes_on_and_the_other_e
         return [commit for commit in run.commits() if commit["pid"] not in cut_off and commit["at"] > cut_at + 0.5]
 
     by_others = run.until(commits_of_others, "steps without the other host")
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
     assert run.second.wait(100) != 0
     check_commits(run)
     theirs = [commit["step"] for commit in run.commits() if commit["pid"] in cut_off]
-    assert max(theirs) <= min(commit["step"] for commit in by_others), "the cut-off side took no step of its own"
+    assert max(theirs) <= min(commit["step"] for commit in by_others), "the cut-off side took no step alone"
     assert not any(psutil.pid_exists(pid) for pid in cut_off)
 
 
 @pytest.mark.long
-def test_a_host_that_joins_a_run_on_one_host_takes_part_and_leaves_again(
-    run_on_two_hosts: Any, undisturbed: Any
-) -> None:
+def test_a_host_that_joins_a_run_on_one_host_trains_and_leaves_again(run_on_two_hosts: Any, undisturbed: Any) -> None:
     run = run_on_two_hosts(ENDLESS, wanted=1)
     run.until(lambda: run.step() > 10, "step 10")
     run.join()
@@ -138,7 +136,9 @@ def test_a_host_that_joins_a_run_on_one_host_takes_part_and_leaves_again(
     assert run.second.wait(60) == 0
     reached = run.step()
     run.until(lambda: run.step() > reached + 5, "five steps more")
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
     check_commits(run)
-    assert not [event for event in run.generations() if "died" in event.why], "who is told to go costs nothing"
+    assert not [event for event in run.generations() if "died" in event.why], (
+        "a host that leaves on SIGTERM costs no step"
+    )

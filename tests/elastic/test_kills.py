@@ -1,4 +1,4 @@
-"""Workers killed -9 at chosen points of a step, and outside of steps: the others go on, and the bits are the same."""
+"""Workers killed -9 at chosen points of a step, and between steps: the others continue, and the bits are the same."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_survivors_keep_their_processes_and_a_replacement_takes_the_slot(
     asked = {**ENDLESS, "faults": faults((1, 12, "backward")), "pause": 5}
     run = elastic(asked, "-n", "3", "--elastic", "1:3", "--plane", plane, "--hang", "300")
     first = run.until(lambda: len(found := run.members()) == 3 and found, "three workers")
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     run.until(lambda: run.step() > 14, "step 15")
     later = run.until(
         lambda: len(found := run.members()) == 3 and all(one.step for one in found) and found, "three again"
@@ -103,6 +103,6 @@ def test_survivors_keep_their_processes_and_a_replacement_takes_the_slot(
     assert before.keys() == after.keys()
     assert [slot for slot in before if before[slot] != after[slot]] == [1]
     run.until(lambda: {commit["pid"] for commit in run.commits()} >= set(after.values()), "a commit by each")
-    told = run.enough()
-    assert told == undisturbed({"steps": told["reached"]})
+    result = run.enough()
+    assert result == undisturbed({"steps": result["reached"]})
     check_commits(run)

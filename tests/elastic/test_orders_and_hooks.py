@@ -54,5 +54,5 @@ def check_hooks(lines: list[dict[str, Any]]) -> None:
     assert results == {json.dumps(of) for of in validations if of[0] == "after validation"}, "they differ"
     announced = [of[1] for of in of_chiefs if of[0] == "checkpoint"]
     assert announced == sorted(announced) and {STEPS, STEPS + 20} <= set(announced)
-    assert not [one for one in lines if one["of"][0] == "failure"], "the others go on: no failure"
+    assert not [one for one in lines if one["of"][0] == "failure"], "the others continue: no failure"
     assert [of for of in of_chiefs if of[0] == "end"] == [["end", STEPS, "None"], ["end", STEPS + 20, "None"]]

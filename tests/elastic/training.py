@@ -4,7 +4,7 @@
 process of its slot only. Every commit of a step is appended to `commits.jsonl` of the working directory, or what is
 asked for. With "until",
 the first call of `fit` ends when the file of that name is there. With "pause", every worker waits before that step for
-the file "go on"; faults "wait" and "die late" do so where they are. With "mesh", such as {"data": 2, "tensor": 2}, the
+the file "continue"; faults "wait" and "die late" do so where they are. With "mesh", as in {"data": 2, "tensor": 2}, the
 model is divided, with momentum and not to the bit; "tied" has its stages share a weight. A fault of a "newcomer" is
 that of processes that were started later. With "kind", data comes in another order or in ready batches; with "diary",
 every call of a hook about validations, checkpoints and ends is appended to the file of that name.
@@ -66,7 +66,7 @@ def spin() -> None:
 
 
 def wait() -> None:
-    while not os.path.exists("go on"):
+    while not os.path.exists("continue"):
         time.sleep(0.01)
 
 
@@ -160,7 +160,7 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "after a barrier": _after(Axis, "barrier"),
     "while saving": _before(Saver, "save_now"),
     "while cutting": _before(divide_model, "_ties"),
-    "before the word between mates": _before(ModelParallelReplica, "agree"),
+    "before the replica agrees": _before(ModelParallelReplica, "agree"),
     "before predictions are kept": _before(evaluation, "to_file"),
     "while loading": _before(TrainingState, "load_weights"),
 }
@@ -177,7 +177,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Watch:
-    """Keeps track of the step, and tells of every commit."""
+    """Keeps track of the step, and records every commit."""
 
     def __init__(self) -> None:
         self._file = os.open(ASKED.get("commits", "commits.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -217,7 +217,7 @@ def model() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """Two layers have one matrix, and the model adds something of its own between them: it is cut by being traced."""
+    """Two layers share one matrix, and the model's forward adds code between them: it is cut into stages by tracing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
 
 
 def train(asked: dict[str, Any]) -> dict[str, Any]:
-    """Two calls of `fit` and of `evaluate`; the weights in the end, and what each call told."""
+    """Two calls of `fit` and of `evaluate`; the weights in the end, and what each call returned."""
     ASKED.clear()
     ASKED.update(asked)
     mesh, divided = ASKED.get("mesh"), "mesh" in ASKED
@@ -346,7 +346,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     after = trainer.evaluate(data())
     end = {"weights": saved_weights(trainer)} if divided else {"digest": digest(trainer.model)}
     batches = [int(one) for name, one in trainer.model.named_buffers() if name.endswith("num_batches_tracked")]
-    return {**end, "batches": batches, "reached": reached, "told": [list(first), between, list(second), after]}
+    return {**end, "batches": batches, "reached": reached, "calls": [list(first), between, list(second), after]}
 
 
 if __name__ == "__main__":

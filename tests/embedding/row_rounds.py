@@ -1,7 +1,10 @@
 """Rounds of a process that updates a table as fast as it can, until it is killed: `python row_rounds.py N SEED`.
 
+At least N rounds, and up to five times as many until enough kills have fallen into an update, which depends on the
+speed of the machine.
+
 Each round forks from this process, which has no threads of torch's. The table lies in memory that both map; what the
-killed one leaves must be, to the bit, what as many undisturbed updates make. The next round goes on from there: so
+killed one leaves must be, to the bit, what as many undisturbed updates make. The next round continues from there: so
 kills fall into updates, into sweeps and into moves to a larger region.
 """
 
@@ -24,6 +27,7 @@ from manyhands.embedding.row_table import RowTable, most_room
 SPEC = TableSpec(name="items", dim=16, optimizer=Adam(), admit_after=2, keep_steps=60, max_bytes=3_000_000)
 BATCH = 3_000
 REGIONS = 60
+ENOUGH_UNDONE = 5
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +38,7 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Regions:
-    """Memory by name that outlives whoever maps it; file descriptors that all rounds inherit."""
+    """Memory by name that outlives the processes that map it; file descriptors that all rounds inherit."""
 
     def __init__(self) -> None:
         self._fds = [os.memfd_create(f"region {number}") for number in range(REGIONS)]
@@ -81,7 +85,9 @@ def main(rounds: int, seed: int) -> None:
     regions, right = Regions(), RowTable(SPEC)
     RowTable(SPEC, regions, num_rows=64)
     draw, found = random.Random(seed), Counter[str]()
-    for _ in range(rounds):
+    for done in range(5 * rounds):
+        if done >= rounds and found["undone"] >= ENOUGH_UNDONE:
+            break
         kill_one(regions, draw.uniform(0.0, 0.02))
         table = RowTable(SPEC, regions)
         for number in range(right.number + 1, table.number + 1):

@@ -116,9 +116,9 @@ def test_contributions_travel_as_bytes_and_are_summed_in_the_order_given() -> No
     three = TableGradient("a", torch.tensor([7, 3]), torch.tensor([[5.0, 5.0], [-1e8, 1.0]]))
     four = TableGradient("a", torch.tensor([3]), torch.tensor([[1.0, 1.0]]))
     empty = TableGradient("b", torch.empty(0, dtype=torch.int64), torch.empty(0, 3))
-    told = unpacked(encode({4: [one, two], 7: [three, empty], 9: []}))
-    assert sorted(told) == [4, 7]
-    a, b = merge([*told[4], *told[7], four])
+    found = unpacked(encode({4: [one, two], 7: [three, empty], 9: []}))
+    assert sorted(found) == [4, 7]
+    a, b = merge([*found[4], *found[7], four])
     assert (a.table, a.ids.tolist(), b.ids.tolist()) == ("a", [7, -4, 3], [9])
     assert a.gradients.tolist() == [[5.0, 5.0], [2.0, 2.0], [1.0, 3.0]], "1e8 - 1e8 + 1, in this order"
 
@@ -147,7 +147,7 @@ def test_gloo_clipping_and_a_loop_of_ones_own_agree_too(ranks: RankPool) -> None
         assert found == alone
 
 
-def test_a_run_goes_on_with_its_rows_on_another_number_of_workers(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_rows_on_another_number_of_workers(ranks: RankPool, tmp_path: Path) -> None:
     (whole,) = ranks(1, train, {"epochs": 4})
     ranks(2, train, {"epochs": 2}, run_dir=tmp_path / "run")
     found = ranks(3, train_on, run_dir=tmp_path / "run")
@@ -176,8 +176,8 @@ def test_saved_weights_have_the_rows_and_every_worker_loads_them(ranks: RankPool
 
 
 def test_a_strategy_without_servers_says_that_workers_keep_the_rows(ranks: RankPool) -> None:
-    told = ranks(2, warnings_of_a_run)
-    assert [sum("every worker keeps all rows" in text for text in one) for one in told] == [1, 0]
+    warnings = ranks(2, warnings_of_a_run)
+    assert [sum("every worker keeps all rows" in text for text in one) for one in warnings] == [1, 0]
 
 
 def test_an_optimizer_that_evaluates_the_loss_several_times_is_refused(ranks: RankPool) -> None:

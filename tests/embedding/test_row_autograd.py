@@ -32,7 +32,7 @@ def test_a_penalty_on_gradients_reaches_the_rows() -> None:
     values, inverse = torch.randn(4, 3), torch.tensor([[0, 2], [2, 3]])
     result, found = take_from(values, inverse)
     (first,) = torch.autograd.grad(result.pow(3).sum(), result, create_graph=True)
-    assert found == [], "nobody asked for the gradients of rows"
+    assert found == [], "`grad` did not ask for the gradients of rows"
     first.sum().backward()
     torch.testing.assert_close(found[0], 6 * values * torch.tensor([1.0, 0.0, 2.0, 1.0])[:, None])
 

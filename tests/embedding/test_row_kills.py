@@ -22,13 +22,13 @@ pytestmark = [
 ]
 
 
-def test_whoever_opens_the_table_of_a_killed_process_finds_whole_updates_only() -> None:
+def test_a_process_that_opens_the_table_of_a_killed_one_finds_whole_updates_only() -> None:
     found = ran("row_rounds", str(ROUNDS), "1")
     assert found["undone"] >= 5, found
     assert found["full"], "rows went, too, where kills could fall into it"
 
 
-def test_whoever_looks_rows_up_meanwhile_sees_those_of_one_moment() -> None:
+def test_a_lookup_during_an_update_sees_rows_of_one_moment() -> None:
     found = ran("row_peeks")
     assert found["regions"] > 1, "and followed it to another region"
 

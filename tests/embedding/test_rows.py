@@ -107,7 +107,7 @@ def test_a_row_starts_with_a_function_of_seed_name_and_id() -> None:
 
 
 def test_the_start_is_the_same_on_every_machine() -> None:
-    """Numbers that were written down: a table that is taken elsewhere must go on with its own."""
+    """Numbers that were written down: a table that moves to another machine must continue with the same ones."""
     found = RowTable(spec(dim=2, scale=1.0)).lookup(torch.tensor([7, -7])).flatten().tolist()
     assert [one.hex() for one in found] == [
         *("-0x1.fca0e00000000p-4", "-0x1.2c12980000000p-1", "0x1.d439680000000p-2", "0x1.dee3e80000000p-2")

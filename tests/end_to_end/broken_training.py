@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from telling import tell_weights
+from printed_digest import print_digest
 from torch import nn
 
 import manyhands as mh
@@ -33,7 +33,7 @@ class Break:
         broken, weight = trainer.run_dir / "broken", trainer.model.get_parameter("0.weight")
         if self._fault == "none" or step != self._step or trainer._run.worker.rank != FAULTY_RANK:
             return
-        if not broken.exists():  # a replacement, and whoever starts again, is in order
+        if not broken.exists():  # a replacement, or a worker that starts again, is in order
             broken.touch()
             flip(weight) if self._fault == "weight" else weight.register_hook(spoil)
 
@@ -50,7 +50,7 @@ def main() -> None:
         hooks=[Break(sys.argv[1], int(sys.argv[2]))],
     )
     trainer.fit(data, steps=30, batch_size=24, checkpoint=mh.Checkpoints(every_steps=4))
-    tell_weights(trainer)
+    print_digest(trainer)
 
 
 if __name__ == "__main__":

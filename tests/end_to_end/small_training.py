@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from telling import tell_weights
+from printed_digest import print_digest
 from torch import nn
 
 import manyhands as mh
@@ -79,7 +79,7 @@ def main() -> None:
     checkpoint = mh.Checkpoints(every_steps=options.every_steps)
     source = Rows(*data) if options.loaders else data
     trainer.fit(source, steps=options.steps, batch_size=24, checkpoint=checkpoint, num_workers=options.loaders)
-    tell_weights(trainer)
+    print_digest(trainer)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,6 @@ def test_an_elastic_run_replaces_a_worker_whose_gradients_are_wrong_and_loses_no
     assert code == 0, err
     (found,) = events(tmp_path, WrongGradientFound)
     assert (found.step, found.ranks, found.replaced) == (step, [1], True)
-    assert not events(tmp_path, Resumed), "nobody went back"
+    assert not events(tmp_path, Resumed), "no worker went back to a checkpoint"
     assert re.search(r"finds that rank \d on \S+ \(pid \d+\) is wrong", err)
     assert weights == undisturbed

@@ -14,7 +14,7 @@ MH = [sys.executable, "-m", "manyhands.cli.main"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-# In step 3, rank 1 is gone as soon as its backward comes to the first layer: the last layer's gradients have left.
+# In step 3, rank 1 is gone as soon as its backward reaches the first layer: the last layer's gradients were sent.
 SCRIPT = """
 import os, signal
 import torch, manyhands as mh

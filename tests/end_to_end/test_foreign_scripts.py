@@ -68,8 +68,9 @@ def test_a_ddp_script_runs_unmodified_with_torchruns_flags(mh_run: Any, tmp_path
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.long
 @pytest.mark.slow
-def test_ranks_that_train_on_the_same_samples_are_told_so_once(mh_run: Any) -> None:
+def test_ranks_that_train_on_the_same_samples_get_one_warning(mh_run: Any) -> None:
     _, err = mh_run("-n", "2", str(SCRIPTS / "same_samples.py"), "join")
     (line,) = warnings_in(err)
     assert "ranks 0 and 1 read the same first batch" in line
@@ -78,14 +79,14 @@ def test_ranks_that_train_on_the_same_samples_are_told_so_once(mh_run: Any) -> N
 
 
 @pytest.mark.slow
-def test_workers_that_train_without_joining_are_told_so_once(mh_run: Any) -> None:
+def test_workers_that_train_without_joining_get_one_warning(mh_run: Any) -> None:
     _, err = mh_run("-n", "2", str(SCRIPTS / "same_samples.py"))
     (line,) = warnings_in(err)
     assert "nothing joins the 2 workers" in line
     assert "mh.join()" in line
 
 
-def test_a_script_that_joins_nothing_is_told_so_at_its_end(mh_run: Any, tmp_path: Path) -> None:
+def test_a_script_that_joins_nothing_gets_a_warning_at_its_end(mh_run: Any, tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text("import sys\nprint('done')\nsys.exit(0)\n")
     out, err = mh_run("-n", "2", "alone.py")
     assert out == "done\n"

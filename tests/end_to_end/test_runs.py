@@ -100,7 +100,7 @@ def test_a_worker_killed_mid_run_changes_nothing_in_the_result(tmp_path: Path, u
     assert "SIGKILL" in err and f"restarting from step {resumed}" in err
 
 
-def test_a_run_stopped_by_sigterm_goes_on_with_other_workers_to_the_same_bits(tmp_path: Path, undisturbed: str) -> None:
+def test_a_run_stopped_by_sigterm_resumes_with_other_workers_to_the_same_bits(tmp_path: Path, undisturbed: str) -> None:
     job = Job(tmp_path, "stopped", 2, hold=8)
     job.wait_for_step(3)
     os.kill(job.pid, signal.SIGTERM)
@@ -162,7 +162,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.faults
-def test_a_disk_that_fills_up_costs_checkpoints_and_the_run_goes_on_once_there_is_room(
+def test_a_disk_that_fills_up_costs_checkpoints_and_the_run_resumes_once_there_is_room(
     small_disk: Path, undisturbed: str
 ) -> None:
     job = Job(small_disk, "full", 2, "--every-steps", "2", hold=8)

@@ -33,7 +33,8 @@ def alone(tmp_path: Path, once: Callable[[str, Callable[[], str]], str]) -> Any:
     return json.loads(once("three trainings", lambda: json.dumps(run(tmp_path / "alone", "-n", "1")[1])))
 
 
-def test_all_is_killed_in_the_second_training_and_goes_on_on_other_workers(tmp_path: Path, alone: Any) -> None:
+@pytest.mark.long
+def test_all_is_killed_in_the_second_training_and_resumes_on_other_workers(tmp_path: Path, alone: Any) -> None:
     code, _ = run(tmp_path / "killed", "-n", "2", kill=[2, 6])
     assert code == -9
     code, result = run(tmp_path / "killed", "-n", "3")
@@ -43,7 +44,7 @@ def test_all_is_killed_in_the_second_training_and_goes_on_on_other_workers(tmp_p
     assert [one.step for one in found if one is not None] == [8, 12, 4]
 
 
-def test_a_worker_that_comes_in_the_second_training_takes_part_in_all_others(tmp_path: Path, alone: Any) -> None:
+def test_a_worker_that_joins_in_the_second_training_trains_in_all_others(tmp_path: Path, alone: Any) -> None:
     code, result = run(tmp_path / "elastic", "-n", "2", "--elastic", "2:2", kill=[2, 5], slot=1)
     assert (code, result) == (0, alone)
 
@@ -71,7 +72,7 @@ def test_a_parameter_server_that_is_killed_in_a_later_training_changes_nothing(
 
 
 @pytest.mark.long
-def test_trainings_on_parameter_servers_go_on_after_all_is_killed_in_the_second(tmp_path: Path, alone: Any) -> None:
+def test_trainings_on_parameter_servers_resume_after_all_is_killed_in_the_second(tmp_path: Path, alone: Any) -> None:
     flags = ["-n", "2", "--servers", "1"]
     code, _ = run(tmp_path / "killed", *flags, servers=True, kill=[2, 6])
     assert code == -9

@@ -38,7 +38,7 @@ if __name__ == "__main__":
         run_dir="run",
     )
     trainer.fit(torch.ones(4, 2), steps=1, batch_size=4)
-    print("goes on as", role)
+    print("trains as", role)
 """
 
 
@@ -51,20 +51,21 @@ def ended(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_mistake_in_a_script_is_told_with_its_own_lines_only(tmp_path):
+def test_a_mistake_in_a_script_is_reported_with_its_own_lines_only(tmp_path):
     (tmp_path / "served").touch()
     done = ended(tmp_path, "-m", "manyhands.cli.main", "run", "-n", "1", "--servers", "1", "--precision", "fp16")
     assert done.returncode == 2
-    told = done.stderr[done.stderr.index("traceback") :]
-    assert "train.py" in told and "trainer.fit(" in told and 'try: precision="bf16"' in told
-    assert "manyhands/" not in told
+    traceback = done.stderr[done.stderr.index("traceback") :]
+    assert "train.py" in traceback and "trainer.fit(" in traceback and 'try: precision="bf16"' in traceback
+    assert "manyhands/" not in traceback
 
 
+@pytest.mark.long
 @pytest.mark.slow
-def test_a_script_that_asks_for_a_server_starts_one_which_does_not_go_on_past_the_trainer(tmp_path):
+def test_a_script_that_asks_for_a_server_starts_one_which_does_not_run_past_the_trainer(tmp_path):
     done = ended(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "runs as launcher\nruns as worker\ngoes on as worker\n"
+    assert done.stdout == "runs as launcher\nruns as worker\ntrains as worker\n"
     events = [event for file in (tmp_path / "run" / "events").iterdir() for event in read_events(file)]
     assert [event.server for event in events if isinstance(event, ServerStarted)] == [0]
     assert [event.slot for event in events if isinstance(event, WorkerStarted)] == [0]
@@ -74,14 +75,14 @@ def test_a_script_that_asks_for_a_server_starts_one_which_does_not_go_on_past_th
 
 def identity(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
     mine = WorkerIdentity(
-        agent="ipc://nobody", rank=0, world_size=4, local_rank=0, local_world_size=4, generation="1.1", incarnation=1,
+        agent="ipc://unused", rank=0, world_size=4, local_rank=0, local_world_size=4, generation="1.1", incarnation=1,
         **more,
     )  # fmt: skip
     for name, text in identity_environment(mine).items():
         monkeypatch.setenv(name, text)
 
 
-def test_a_launcher_that_was_not_asked_for_servers_is_told_what_to_type(monkeypatch):
+def test_a_launcher_that_was_not_asked_for_servers_says_what_to_type(monkeypatch):
     identity(monkeypatch)
     with pytest.raises(SpecError, match="asks for 3 parameter servers") as caught:
         enter(mh.ParameterServer(servers=3), {})

@@ -1,4 +1,4 @@
-"""Runs of the command line whose workers share memory: nothing listens, nobody hangs, and no memory is no disaster."""
+"""Runs of the command line whose workers share memory: nothing listens and no worker hangs, also without memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_over_gloo_only_loopback_listens_and_the_first_line_says_why(tmp_path: P
 
 
 @pytest.mark.faults
-def test_a_worker_that_stands_still_is_named_with_its_step_and_operation(tmp_path: Path) -> None:
+def test_a_worker_that_hangs_is_named_with_its_step_and_operation(tmp_path: Path) -> None:
     job = Job(tmp_path, "run", 2, "--pause", "0.05", flags=("--timeout", "5", "--max-restarts", "0"), hold=12)
     job.wait_for_step(5)
     stopped = job.workers()[1]
@@ -70,7 +70,7 @@ print("ended at step", trainer.step)
 
 
 def test_without_room_for_shared_memory_a_run_says_so_and_uses_gloo(tmp_path: Path) -> None:
-    """A real limit, on the size of files, which a memfd is: enough for meetings, not for gradients."""
+    """A real limit, on the size of files, which a memfd is: enough for barriers, not for gradients."""
     (tmp_path / "train.py").write_text(LARGE)
     limit = 7 * 2**20
     done = subprocess.run(

@@ -65,7 +65,7 @@ def run(folder: Path, script: str, *words: str, **variables: str) -> subprocess.
 
 
 def left_in(folder: Path) -> set[str]:
-    assert not list((folder / "temporary").glob("manyhands-tune-*"))
+    assert not list((folder / "temporary").glob("manyhands-trial-*"))
     return {path.name.partition(".")[2] or path.name for path in folder.iterdir()} - {"py", "temporary"}
 
 
@@ -75,25 +75,28 @@ def test_trials_measure_a_loop_of_ones_own_and_leave_nothing_of_it(tmp_path: Pat
     tune = ("-m", "manyhands.cli.main", "tune", "-n", "2", "--seconds", "0.1", *pinned, "--json")
     done = run(tmp_path, OWN_LOOP, *tune)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["ground"]["depends_on_slices"] == "dropout" and told["ground"]["slices_given"]
-    first, second = told["results"][:2]
+    printed = json.loads(done.stdout)
+    assert printed["ground"]["depends_on_slices"] == "dropout" and printed["ground"]["slices_given"]
+    first, second = printed["results"][:2]
     assert [(one["trial"]["workers"], one["measured"]["slices"]) for one in (first, second)] == [(1, 2), (2, 2)]
     assert first["measured"]["rows"] == second["measured"]["rows"] == 16
-    assert all(one["measured"]["rows_per_s"] > 0 for one in told["results"])
+    assert all(one["measured"]["rows_per_s"] > 0 for one in printed["results"])
     assert left_in(tmp_path) == set()
 
 
 @pytest.mark.long
-def test_a_script_tunes_itself_and_goes_on_with_the_choice(tmp_path: Path) -> None:
-    """An exact run of one slice: all there is to try is the allocator, and the bits stay the same."""
+def test_a_script_tunes_itself_and_trains_with_the_choice(tmp_path: Path) -> None:
+    """An exact run of one slice: all there is to try is the allocator, and the bits stay the same.
+
+    Where other programs make two measurements of one setting differ too much, nothing is chosen: the default trains.
+    """
     done = run(tmp_path, TRAINER, MANYHANDS_VERBOSE="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained 60\n"
     assert len(re.findall(r"^1 +1 +1 +contiguous +(?:keep|system) +fp32 +\d", done.stderr, re.M)) in (2, 3)
     chosen = re.search(r"^chosen: 1 worker x 1 thread, contiguous, (keep|system), fp32", done.stderr, re.M)
-    assert chosen
-    kept = {"keep": "freed memory kept", "system": "system allocator"}[chosen[1]]
+    assert chosen or "\ntoo noisy, try again: " in done.stderr
+    kept = {"keep": "freed memory kept", "system": "system allocator"}[chosen[1] if chosen else "keep"]
     assert f"\nmirrored, V=1, fp32, 1 thread each, cpu, contiguous memory, {kept}" in done.stderr
     assert left_in(tmp_path) == {"mine", "before.safetensors", "after.safetensors", "went-on"}
     assert len(list(tmp_path.glob("*.safetensors"))) == 2, "a trial saved something"

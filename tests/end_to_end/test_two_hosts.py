@@ -66,7 +66,7 @@ def two_workers_on_each(
         yield first, started[1]
     finally:
         for process in started:
-            process.kill()  # whoever has ended does not mind
+            process.kill()  # no error if it has ended
             process.communicate(timeout=100)
 
 
@@ -102,8 +102,9 @@ def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.faults
-@pytest.mark.parametrize("reducer", ["exact", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("reducer", ["exact", "int8"])
 def test_a_worker_killed_on_the_other_host_ends_the_run_by_name_and_nothing_is_left(
     hosts: tuple[list[str], list[str]], tmp_path: Path, reducer: str
 ) -> None:
@@ -131,7 +132,7 @@ def test_without_asking_for_the_insecure_data_plane_nothing_starts(
 
 
 @pytest.mark.faults
-def test_two_hosts_end_where_one_process_ends_and_strangers_are_refused_and_told_of_once(
+def test_two_hosts_end_where_one_process_ends_and_strangers_are_refused_and_reported_once(
     hosts: tuple[list[str], list[str]], tmp_path: Path, undisturbed: str
 ) -> None:
     first = lead(hosts[0], tmp_path, "guarded", "--insecure-data-plane")
@@ -157,7 +158,7 @@ def test_two_hosts_end_where_one_process_ends_and_strangers_are_refused_and_told
     refusals = [line.partition("refused a join from ")[2] for line in err.splitlines() if "refused a join" in line]
     assert f"{ADDRESSES[1]}: a wrong key, or another run's" in refusals, err
     assert any("no key" in refusal for refusal in refusals), err
-    assert len(refusals) == len(set(refusals)), "each is told once"
+    assert len(refusals) == len(set(refusals)), "each is reported once"
     assert ticket["key"] not in out + err
 
 

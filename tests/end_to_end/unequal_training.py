@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from telling import tell_weights
+from printed_digest import print_digest
 from torch import nn
 
 import manyhands as mh
@@ -34,7 +34,7 @@ def main() -> None:
         exact=True,
     )
     trainer.fit(data, steps=int(sys.argv[1]), batch_size=48)
-    tell_weights(trainer)
+    print_digest(trainer)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ OTHERS = {
     "Keras": {
         *("_compile_metrics", "_flatten_layers", "_fn", "_fn_kwargs", "_get_call_context", "_track_variables"),
         *("_user_metrics", "_user_weighted_metrics", "_keras_mask"),
+        *("_assert_compile_called", "_call_has_training_arg", "_compile_loss", "_compute_loss", "_loss_tracker"),
+        *("_compute_loss_has_training_arg", "_flatten_metrics_in_order", "_standardize_batch", "_symbolic_build"),
+        "_trainable_variables",
     },
     "Python": {"_exit", "_replace", "_getframe", "_run_exitfuncs", "_shutdown", "_fields", "_Hash"},
 }

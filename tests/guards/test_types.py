@@ -15,9 +15,18 @@ PACKAGE = Path(manyhands.__file__).parent
 def test_a_misspelt_public_name_is_an_error_to_mypy(tmp_path: Path) -> None:
     """Checks the public package without its implementation: with all of torch, mypy would take a minute."""
     (tmp_path / "manyhands").mkdir()
-    for name in ("__init__.py", "errors.py", "lazy_names.py", "nn.py", "order.py", "supported.py", "py.typed"):
+    for name in (
+        "__init__.py",
+        "errors.py",
+        "images.py",
+        "lazy_names.py",
+        "nn.py",
+        "order.py",
+        "supported.py",
+        "py.typed",
+    ):
         shutil.copy(PACKAGE / name, tmp_path / "manyhands" / name)
-    for name in ("dispatch/__init__.py", "optim/__init__.py", "optim/rows.py"):
+    for name in ("dispatch/__init__.py", "distribute/__init__.py", "optim/__init__.py", "optim/rows.py"):
         (tmp_path / "manyhands" / name).parent.mkdir(exist_ok=True)
         shutil.copy(PACKAGE / name, tmp_path / "manyhands" / name)
     names = "\n".join(f"mh.{name}" for name in manyhands.__all__)

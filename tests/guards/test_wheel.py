@@ -45,6 +45,7 @@ def install(folder: Path, compiler: str | None = None) -> Path:
     return installed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_wheel_builds_installs_and_trains_away_from_the_checkout(tmp_path: Path) -> None:
     installed = install(tmp_path)
@@ -69,6 +70,7 @@ def check_contents(wheel: Path) -> None:
         about = email.message_from_bytes(archive.read(metadata))
     assert not [name for name in names if name.endswith((".c", ".h"))]
     assert "manyhands/py.typed" in names
+    assert {"manyhands/recipes/digits.npz", "manyhands/recipes/digits-licence.txt"} <= set(names)
     text = about.get_payload()
     assert "# manyhands" in text and about["Description-Content-Type"] == "text/markdown"
     assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith(("https://", "#"))] == []
@@ -116,7 +118,8 @@ def test_without_a_compiler_it_installs_says_so_and_trains_over_gloo_as_well(tmp
     assert str(installed) in trained.stdout
     assert "workers talk over Gloo (the C extension is not built" in trained.stderr
     words = ("pytest", "-q", "-n", "0", "-o", "pythonpath=", "-p", "no:cacheprovider", "--rootdir", str(ROOT))
-    equal = run(*words, "-k", "AdamW or (exact and plain) or clipping", f"{ROOT}/tests/strategies/test_equivalence.py")
+    chosen = ("-m", "long or not long", "-k", "AdamW or (exact and plain) or clipping")
+    equal = run(*words, *chosen, f"{ROOT}/tests/strategies/test_equivalence.py")
     assert equal.returncode == 0, equal.stdout
     assert "3 passed" in equal.stdout
 

@@ -49,7 +49,7 @@ def test_a_module_is_handed_over_once_its_code_has_run_or_at_once(module: Module
     assert seen == [late, late] and late.value == 1
 
 
-def test_what_goes_wrong_is_kept_from_whoever_imports(module: Module) -> None:
+def test_errors_of_a_callback_do_not_reach_the_import(module: Module) -> None:
     module("fine", "value = 1")
     after_import("fine", lambda module: module.absent)
     assert importlib.import_module("fine").value == 1
@@ -88,14 +88,14 @@ def test_a_collector_that_the_user_has_disabled_stays_so(module: Module) -> None
     assert not gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_what_the_user_has_told_the_collector_to_leave_alone_is_all_that_it_does(module: Module) -> None:
+def test_the_collector_stays_on_if_the_user_has_frozen_objects(module: Module) -> None:
     module("large", "import gc; collecting = gc.isenabled()")
     import_to_stay("large")
     gc.freeze()
     assert importlib.import_module("large").collecting is True
 
 
-def test_the_collector_goes_on_after_an_import_that_fails(module: Module) -> None:
+def test_the_collector_is_on_again_after_an_import_that_fails(module: Module) -> None:
     module("broken", "1 / 0")
     import_to_stay("broken")
     with pytest.raises(ZeroDivisionError):

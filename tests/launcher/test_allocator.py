@@ -41,7 +41,7 @@ print(resident() - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="NOT SHOWN HERE: these are settings of glibc")
 def test_a_gradient_lies_where_the_last_one_of_its_size_lay() -> None:
     environment = {name: text for name, text in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment | ALLOCATOR, capture_output=True, text=True, check=True
     )
-    assert BLOCK < int(told.stdout) < 3 * BLOCK  # kept, and once; without the third setting it is seven times as much
+    assert BLOCK < int(done.stdout) < 3 * BLOCK  # kept, and once; without the third setting it is seven times as much

@@ -23,14 +23,14 @@ methods = [getattr(torch.optim.Optimizer, name).__wrapped__ for name in names]
 train()
 from manyhands.launcher.worker_process.process_settings import make_deterministic
 make_deterministic()
-told = {"loaded": "torch._dynamo" in sys.modules}
+found = {"loaded": "torch._dynamo" in sys.modules}
 import torch._dynamo, torch._inductor.config
-told["deterministic"] = torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic
-told["left"] = [hasattr(method, "__dynamo_disable") for method in methods]
+found["deterministic"] = torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic
+found["left"] = [hasattr(method, "__dynamo_disable") for method in methods]
 train()
-told["torch's own"] = [method.__dynamo_disable is not method for method in methods]
-told["compiles"] = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item()
-print(json.dumps(told))
+found["torch's own"] = [method.__dynamo_disable is not method for method in methods]
+found["compiles"] = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item()
+print(json.dumps(found))
 """
 
 

@@ -35,9 +35,9 @@ def identity(rank: int = 0, world_size: int = 2) -> WorkerIdentity:
 
 @pytest.fixture
 def load_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a stand-in for torch's loader, in a process that seems to use nothing of ours."""
-    (tmp_path / "standin_loader.py").write_text(LOADER)
-    monkeypatch.setattr(foreign_scripts, "LOADER_MODULE", "standin_loader")
+    """Imports a substitute for torch's loader, in a process that seems to use nothing of ours."""
+    (tmp_path / "substitute_loader.py").write_text(LOADER)
+    monkeypatch.setattr(foreign_scripts, "LOADER_MODULE", "substitute_loader")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in (
         "manyhands.training.worker.worker",
@@ -45,12 +45,12 @@ def load_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         *foreign_scripts.OTHER_MEETINGS,
     ):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    yield lambda: importlib.import_module("standin_loader")._BaseDataLoaderIter
-    sys.modules.pop("standin_loader", None)
+    yield lambda: importlib.import_module("substitute_loader")._BaseDataLoaderIter
+    sys.modules.pop("substitute_loader", None)
     sys.meta_path[:] = [finder for finder in sys.meta_path if "manyhands" not in type(finder).__module__]
 
 
-def test_the_second_batch_without_joining_is_told_and_then_nobody_watches(load_loader: Any, capsys: Any) -> None:
+def test_the_second_batch_without_joining_is_reported_and_then_watching_ends(load_loader: Any, capsys: Any) -> None:
     with watched(identity()):
         kind = load_loader()
         hooked = kind.__next__
@@ -80,7 +80,9 @@ def test_trouble_inside_is_kept_from_the_script(load_loader: Any, monkeypatch: A
 
 
 @pytest.mark.parametrize(("code", "lines"), [(None, 1), (0, 1), (3, 0)])
-def test_only_a_script_that_ends_well_is_told_at_its_end(load_loader: Any, capsys: Any, code: Any, lines: int) -> None:
+def test_only_a_script_that_ends_well_gets_the_warning_at_its_end(
+    load_loader: Any, capsys: Any, code: Any, lines: int
+) -> None:
     with pytest.raises(SystemExit), watched(identity()):
         raise SystemExit(code)
     assert len(capsys.readouterr().err.splitlines()) == lines

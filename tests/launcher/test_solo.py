@@ -41,6 +41,7 @@ def test_what_cannot_work_names_the_line_of_the_script(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_the_command_that_resumes_can_be_pasted(tmp_path: Path) -> None:
     folder = tmp_path / "a name with spaces"
     folder.mkdir()

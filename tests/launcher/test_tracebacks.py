@@ -1,4 +1,4 @@
-"""What is told of an error: the user's lines, what it came from, and all of it where the bug is ours."""
+"""What is printed of an error: the user's lines, its cause, and all of it where the bug is ours."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def raised(call: Callable[[], object]) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def test_a_mistake_is_told_by_the_users_lines() -> None:
+def test_a_mistake_is_shown_by_the_users_lines() -> None:
     text = format_error(raised(lambda: as_loss(None, 4)))
     assert "text = format_error(raised(lambda: as_loss(None, 4)))" in text
     assert "losses.py" not in text
     assert text.splitlines()[-1].startswith("  try: ") and BadLoss.__name__ in text
 
 
-def test_what_it_came_from_is_told_by_the_users_lines_too() -> None:
+def test_its_cause_is_shown_by_the_users_lines_too() -> None:
     def take(job: object) -> object:
         return {}["row"]
 
@@ -40,12 +40,12 @@ def test_what_it_came_from_is_told_by_the_users_lines_too() -> None:
     assert "fetch.py" not in text
 
 
-def test_of_a_bug_of_ours_every_line_is_told() -> None:
+def test_of_a_bug_of_ours_every_line_is_shown() -> None:
     text = format_error(raised(lambda: as_loss((torch.zeros(1), None), 4)))
     assert "losses.py" in text and "test_tracebacks.py" in text
 
 
-def test_what_user_code_raises_is_told_without_the_way_there() -> None:
+def test_what_user_code_raises_is_shown_without_our_frames() -> None:
     def take(job: object) -> object:
         return 1 / 0
 

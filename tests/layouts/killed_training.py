@@ -45,7 +45,7 @@ class KilledAt:
 
 
 class ScaledAt:
-    """The chief asks for another number of workers, and goes on when the others are about to leave."""
+    """The chief asks for another number of workers, and continues when the others are about to leave."""
 
     def __init__(self, step: int, workers: int) -> None:
         self._step, self._workers = step, workers
@@ -59,7 +59,7 @@ class ScaledAt:
 
 
 class ThroughMemory:
-    """Stages of one host talk through memory that they share, whoever has come and gone."""
+    """Stages of one host exchange tensors through shared memory, also after workers have joined or died."""
 
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         messages = trainer._run.ready().engine.spread.divided.passes.runner._messages

@@ -182,7 +182,7 @@ def saved_weights(trainer: mh.Trainer) -> dict[str, Any]:
 
 
 def attributes(model: nn.Module, batch: Any) -> Tensor:
-    """1 for every row, if the model says what is everybody's, and refuses what is not, with this line."""
+    """1 for every row, if the model has what all ranks have, and refuses the rest with this line."""
     try:
         model.parameters()
         refused = False

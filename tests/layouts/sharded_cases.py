@@ -69,7 +69,7 @@ class TiedTransformer(nn.Module):
 
 
 class Wide(nn.Module):
-    """Blocks that are large enough to be gathered by themselves when layers are split, too."""
+    """Blocks that are large enough to be gathered one by one when layers are split, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from tests.layouts.layout_cases import data_for, make_trainer
 
 
 class Changes:
-    """On one rank, a weight of its own between two steps: as a flipped bit would."""
+    """Changes a weight on one rank between two steps, as a flipped bit would."""
 
     def __init__(self, rank: int, name: str) -> None:
         self._rank, self._name = rank, name
@@ -28,14 +28,14 @@ class Changes:
 
 def train(strategy: Any, model: str, changed: tuple[int, str] | None) -> tuple[str, list[str]]:
     """What it ended with, and its warnings."""
-    told: list[str] = []
+    warnings: list[str] = []
     trainer = make_trainer(model, strategy, hooks=[Changes(*changed)] if changed else [])
-    trainer._run.worker.warn = told.append
+    trainer._run.worker.events.warn = warnings.append
     try:
         trainer.fit(data_for(model), steps=4, batch_size=16, checkpoint=mh.Checkpoints(every_steps=2))
     except Diverged as diverged:
-        return str(diverged), told
-    return "", told
+        return str(diverged), warnings
+    return "", warnings
 
 
 CHECKED = {"train.check_every": 1}
@@ -47,9 +47,9 @@ def test_replicas_whose_parts_differ_end_the_run_and_the_parameter_is_named(rank
         assert "since step 2, when all were equal" in ended and "step-00000002 is the newest now" in ended
 
 
-def test_workers_of_one_replica_that_drift_apart_are_told_of(ranks: RankPool) -> None:
-    (ended, told), _ = ranks(2, train, mh.TensorParallel(2), "MLP", (1, "3.bias"), flags=CHECKED)
-    assert ended == "" and any("model/3.bias is not the same on ranks 0 and 1" in text for text in told), told
+def test_workers_of_one_replica_whose_weights_diverge_are_reported(ranks: RankPool) -> None:
+    (ended, warnings), _ = ranks(2, train, mh.TensorParallel(2), "MLP", (1, "3.bias"), flags=CHECKED)
+    assert ended == "" and any("model/3.bias is not the same on ranks 0 and 1" in text for text in warnings), warnings
 
 
 @pytest.mark.long
@@ -58,8 +58,8 @@ def test_workers_of_one_replica_that_drift_apart_are_told_of(ranks: RankPool) ->
     "strategy", [mh.Mesh(data=2, tensor=2), mh.Mesh(data=2, pipeline=2), mh.Mesh(tensor=2, pipeline=2)]
 )
 def test_undisturbed_copies_are_the_same(ranks: RankPool, strategy: Any, model: str) -> None:
-    for ended, told in ranks(4, train, strategy, model, None, flags=CHECKED):
-        assert ended == "" and not any("is not the same on ranks" in text for text in told), told
+    for ended, warnings in ranks(4, train, strategy, model, None, flags=CHECKED):
+        assert ended == "" and not any("is not the same on ranks" in text for text in warnings), warnings
 
 
 def test_parts_are_compared_among_those_who_have_them() -> None:

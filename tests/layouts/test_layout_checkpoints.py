@@ -31,7 +31,7 @@ class InterruptAfter:
 
 
 def leg(model: str, strategy: Any, until: int, steps: int, optimizer: str) -> dict[str, Any] | int:
-    """From wherever the run stands to step `until`; at the end of it, its weights."""
+    """Trains from the run's last step to step `until`; returns its weights at the end."""
     trainer = make_trainer(model, strategy, optimizer, hooks=[InterruptAfter(until)], clip_norm=1.0)
     try:
         trainer.fit(data_for(model), steps=steps, batch_size=16, checkpoint=mh.Checkpoints(every_steps=1))
@@ -45,10 +45,11 @@ FEW_WORKERS = [layout for layout in LAYOUTS.values() if layout[0] <= 4]
 
 
 # The biases of an attention's keys have a true gradient of 0, whose rounding noise Adam turns into steps of full size.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "optimizer", "through"),
     [
-        pytest.param("tied transformer", "momentum", FOR_WORDS, marks=pytest.mark.long, id="words"),
+        pytest.param("tied transformer", "momentum", FOR_WORDS, id="words"),
         pytest.param("CNN", "AdamW", FEW_WORKERS, id="pictures"),
     ],
 )

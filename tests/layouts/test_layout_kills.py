@@ -1,4 +1,4 @@
-"""A worker that dies takes its part of the model with it: the run goes on from the checkpoint, which is whole.
+"""A worker that dies takes its part of the model with it: the run restarts from the checkpoint, which is whole.
 
 Or, in an elastic mesh, from a living replica, which has the same part.
 """
@@ -53,7 +53,7 @@ def test_a_killed_worker_is_named_and_changes_nothing_in_the_result(
 
 
 def elastic(folder: Path, bounds: str, *words: str, second_host: bool = False) -> str:
-    """What a run told that ended well. With a second host, which joins at once, each has two workers."""
+    """The stderr of a run that ended well. With a second host, which joins at once, each has two workers."""
     options = ["-n", "2", *TWO_HOSTS] if second_host else ["-n", "4"]
     command = [*MH, "run", *options, "--elastic", bounds, "--run-dir", "run", str(SCRIPT), *words]
     run = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -64,13 +64,13 @@ def elastic(folder: Path, bounds: str, *words: str, second_host: bool = False) -
             joined = subprocess.Popen(
                 [*MH, "agent", "--join", "join", "-n", "2"], cwd=folder, stderr=subprocess.DEVNULL
             )
-        _, told = run.communicate(timeout=200)
+        _, output = run.communicate(timeout=200)
     finally:
         for process in [run] if joined is None else [run, joined]:
             process.kill()
             process.wait()
-    assert run.returncode == 0, told
-    return told
+    assert run.returncode == 0, output
+    return output
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
@@ -81,7 +81,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
 
 
 def assert_no_step_is_lost(folder: Path) -> None:
-    """None is taken twice, and those who are left go on with the one in which the others died.
+    """None is taken twice, and the remaining workers repeat the one in which the others died.
 
     Of what a chief took before it was killed, it may not have written all down.
     """
@@ -101,12 +101,12 @@ def assert_no_step_is_lost(folder: Path) -> None:
         pytest.param("data and tensor", ["1"], marks=pytest.mark.long),
     ],
 )
-def test_in_an_elastic_mesh_whoever_comes_gets_its_part_from_a_living_replica(
+def test_in_an_elastic_mesh_a_newcomer_gets_its_part_from_a_living_replica(
     ranks: RankPool, tmp_path: Path, layout: str, killed: list[str]
 ) -> None:
-    told = elastic(tmp_path, "4:4", layout, "model.safetensors", *killed)
-    assert f"lost rank {killed[0][0]}" in told and "restarting" not in told
-    assert told.count("SIGKILL") == told.count("1 joined") == len(killed)
+    output = elastic(tmp_path, "4:4", layout, "model.safetensors", *killed)
+    assert f"lost rank {killed[0][0]}" in output and "restarting" not in output
+    assert output.count("SIGKILL") == output.count("1 joined") == len(killed)
     assert_no_step_is_lost(tmp_path)
     [alone] = ranks(1, undisturbed)
     assert_same_weights(alone, load_file(tmp_path / "model.safetensors"))
@@ -114,10 +114,10 @@ def test_in_an_elastic_mesh_whoever_comes_gets_its_part_from_a_living_replica(
 
 @pytest.mark.long
 @pytest.mark.faults
-def test_a_mesh_that_is_scaled_down_goes_on_with_a_whole_replica(ranks: RankPool, tmp_path: Path) -> None:
-    """Whoever came in place of the first worker has the highest rank, and is the mate of one that stays."""
-    told = elastic(tmp_path, "2:4", "mesh", "model.safetensors", "0", "scaled to 2")
-    assert "2 left" in told and "restarting" not in told
+def test_a_mesh_that_is_scaled_down_continues_with_a_whole_replica(ranks: RankPool, tmp_path: Path) -> None:
+    """The replacement of the first worker has the highest rank, and is in the replica of one that stays."""
+    output = elastic(tmp_path, "2:4", "mesh", "model.safetensors", "0", "scaled to 2")
+    assert "2 left" in output and "restarting" not in output
     [alone] = ranks(1, undisturbed)
     assert_same_weights(alone, load_file(tmp_path / "model.safetensors"))
 
@@ -125,8 +125,8 @@ def test_a_mesh_that_is_scaled_down_goes_on_with_a_whole_replica(ranks: RankPool
 @pytest.mark.long
 @pytest.mark.faults
 def test_a_part_that_no_living_replica_has_comes_from_the_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    told = elastic(tmp_path, "4:4", "mesh", "model.safetensors", "1", "3")
-    assert "No living worker has stage 2 of 2" in told and "restarting from step 4" in told
+    output = elastic(tmp_path, "4:4", "mesh", "model.safetensors", "1", "3")
+    assert "No living worker has stage 2 of 2" in output and "restarting from step 4" in output
     [alone] = ranks(1, undisturbed)
     assert_same_weights(alone, load_file(tmp_path / "model.safetensors"))
 
@@ -134,11 +134,11 @@ def test_a_part_that_no_living_replica_has_comes_from_the_checkpoint(ranks: Rank
 @pytest.mark.long
 @pytest.mark.faults
 @pytest.mark.parametrize("layout", ["mesh", "tensor"])
-def test_what_is_left_of_the_hosts_goes_on(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+def test_the_remaining_hosts_continue(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     """A host that had a whole replica is done without; one that had parts of the only one, from the checkpoint."""
-    told = elastic(tmp_path, "2:4", layout, "model.safetensors", "host of 2", second_host=True)
-    assert "its host went silent" in told
-    assert ("restarting from step 4" in told) == (layout == "tensor")
+    output = elastic(tmp_path, "2:4", layout, "model.safetensors", "host of 2", second_host=True)
+    assert "its host went silent" in output
+    assert ("restarting from step 4" in output) == (layout == "tensor")
     if layout == "mesh":
         assert_no_step_is_lost(tmp_path)
     [alone] = ranks(1, undisturbed)

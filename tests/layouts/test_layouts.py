@@ -63,7 +63,7 @@ def assert_close(a: dict[str, Any], b: dict[str, Any], tolerance: float = 1e-5) 
 
 
 def cases() -> list[Any]:
-    """The whole matrix takes its time: of each layout one model is always tried, of a mesh two."""
+    """The whole matrix takes its time: of each layout one model is always tried."""
     models = list(MODELS)
     return [
         pytest.param(model, layout, marks=() if column in _always(row, layout) else LONG)
@@ -74,9 +74,7 @@ def cases() -> list[Any]:
 
 def _always(row: int, layout: str) -> tuple[int, ...]:
     workers, _ = LAYOUTS[layout]
-    if workers > 4:
-        return ()
-    return ((row + 1) % 4, row % 4) if workers > 2 and "sharded" not in layout else ((row + 1) % 4,)
+    return ((row + 1) % 4,) if workers <= 4 else ()
 
 
 @pytest.mark.parametrize(("model", "layout"), cases())

@@ -83,7 +83,7 @@ def test_layers_that_are_computed_again_are_planned_with_less() -> None:
 
 def test_a_peak_is_the_largest_of_three_phases_and_names_it() -> None:
     sharded = plan(mh.Sharded("parameters"), 64).memory[0]
-    assert (sharded.largest, sharded.total) == ("start", sharded.start)  # everybody builds the whole model
+    assert (sharded.largest, sharded.total) == ("start", sharded.start)  # every worker builds the whole model
     pipeline = plan(mh.PipelineParallel(2, cuts=HALVES), 2).memory
     assert [one.largest for one in pipeline] == ["step", "step"]
     assert pipeline[0].save < pipeline[0].step
@@ -120,7 +120,7 @@ def test_sharded_replicas_of_a_mesh_divide_their_parts_once_more() -> None:
     staged = plan(mh.Mesh(data=2, pipeline=2, sharded=True, cuts=HALVES), 4).memory[0]
     assert staged.states == plain.states // 2 == 2 * WIDE
     assert staged.weights == 3 * WIDE, "its part, and the stage's whole weights during a step"
-    assert staged.gradients == plain.gradients, "of its own slices, until their sum is divided"
+    assert staged.gradients == plain.gradients, "of its slices, until their sum is divided"
     split = plan(mh.Mesh(data=2, tensor=2), 4, slices=2)
     parts = plan(mh.Mesh(data=2, tensor=2, sharded=True), 4, slices=2)
     assert [one.split for one in parts.layers] == [f"{one.split}, shard" for one in split.layers]
@@ -195,14 +195,14 @@ def test_a_layout_that_mh_check_does_not_know_is_named_before_anything_runs() ->
     assert refused.value.fix[0].startswith("--only 'pipeline 2")
 
 
-def test_a_script_that_does_not_come_to_fit_in_time_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_does_not_reach_fit_in_time_gets_an_error(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text("import threading; threading.Event().wait()")
     with pytest.raises(TrainingFailed, match=r"within 0.1 s\.\n  try: --wait 1"):
         ask_for_plan(WorkerCommand("script", str(script), []), "", 0, timeout_s=0.1)
 
 
-def test_the_error_a_script_ended_with_is_told_whole() -> None:
+def test_the_error_a_script_ended_with_is_reported_whole() -> None:
     tries = [f"  try: {n}" for n in range(6)]
     assert last_words("\n".join(["warning", "SpecError: no.", *tries])) == ["SpecError: no.", *tries]
     assert last_words("\n".join(map(str, range(9)))) == ["4", "5", "6", "7", "8"]

@@ -25,8 +25,8 @@ def used(folder: Path, model: str, layout: str, timeout_s: float) -> dict[int, R
     assert ended.returncode == 0, ended.stderr
     files = (folder / "run" / "events").glob("*.jsonl")
     lines = [line for file in files for line in file.read_bytes().splitlines() if b'"event":"ResourcesUsed"' in line]
-    told = sorted((msgspec.json.decode(line, type=ResourcesUsed) for line in lines), key=lambda one: one.seconds)
-    return {one.rank: one for one in told}
+    records = sorted((msgspec.json.decode(line, type=ResourcesUsed) for line in lines), key=lambda one: one.seconds)
+    return {one.rank: one for one in records}
 
 
 def assert_as_predicted(found: dict[int, ResourcesUsed]) -> None:
@@ -41,7 +41,7 @@ def test_a_peak_is_near_what_was_predicted(tmp_path: Path, layout: str) -> None:
     found = used(tmp_path, "wide", layout, 200)
     assert_as_predicted(found)
     assert found[0].predicted_phase == ("save" if layout == "mirrored" else "step")
-    if layout != "mirrored":  # whose chief copies everything, so that training goes on while it writes
+    if layout != "mirrored":  # whose chief copies everything, so that it trains while it writes
         assert found[0].peak_rss_bytes < 1.25 * found[1].peak_rss_bytes
 
 

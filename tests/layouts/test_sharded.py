@@ -15,6 +15,7 @@ from manyhands.errors import SpecError
 from manyhands.spec.load import resolve
 from manyhands.testing import RankPool
 from tests.layouts.sharded_cases import edit_and_train, own_loop, refused, refused_loop, train, train_until, watched
+from tests.variants import variants
 
 OVER_SOCKETS = {"comm.plane": "gloo"}
 WAYS: dict[str, tuple[int, Any, dict[str, Any]]] = {
@@ -64,7 +65,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    variants(
+        CASES,
+        "CNN with a bias before BatchNorm",
+        "transformer with tied weights",
+        "the same, added up in several passes",
+        "batches of fewer slices than workers",
+        "a weighted loss, clipped",
+        "fp16 with loss scaling",
+    ),
+)
 def test_divided_parameters_end_where_one_process_ends(ranks: RankPool, alone: Any, case: str) -> None:
     way, model, arguments, fit = CASES[case]
     workers, strategy, flags = WAYS[way]
@@ -114,8 +126,8 @@ def test_weights_are_whole_while_they_are_edited_saved_and_loaded(ranks: RankPoo
 def test_a_loop_of_ones_own_trains_with_divided_parameters(ranks: RankPool) -> None:
     [single] = ranks(1, own_loop, mh.Single())
     assert ranks(2, own_loop, mh.Sharded()) == pytest.approx([single, single], rel=1e-6)
-    for told in ranks(2, refused_loop, mh.Sharded()):
-        assert "3 slices for 2 workers" in told and "mh.Trainer" in told
+    for error in ranks(2, refused_loop, mh.Sharded()):
+        assert "3 slices for 2 workers" in error and "mh.Trainer" in error
 
 
 @pytest.mark.parametrize(
@@ -147,16 +159,16 @@ REFUSALS: dict[str, tuple[Any, str, dict[str, Any], int, str]] = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_be_kept_is_refused_with_the_nearest_that_can(ranks: RankPool, case: str) -> None:
     strategy, optimizer, flags, hosts, words = REFUSALS[case]
-    for told in ranks(2, refused, strategy, optimizer, flags=flags, hosts=hosts):
-        assert re.search(words, told), told
+    for error in ranks(2, refused, strategy, optimizer, flags=flags, hosts=hosts):
+        assert re.search(words, error), error
 
 
 def test_a_penalty_on_parameters_that_are_in_parts_is_refused(ranks: RankPool) -> None:
-    for told in ranks(2, refused, mh.Sharded(), "momentum", "penalty"):
-        assert re.search(r"each worker has only a shard of [\w.]+[\s\S]*weight_decay", told), told
+    for error in ranks(2, refused, mh.Sharded(), "momentum", "penalty"):
+        assert re.search(r"each worker has only a shard of [\w.]+[\s\S]*weight_decay", error), error
 
 
-def test_a_checkpoint_goes_on_in_any_other_layout(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_any_other_layout(ranks: RankPool, tmp_path: Path) -> None:
     [whole] = ranks(1, train_until, mh.Single(), None, None)
     lives = [
         (2, mh.Sharded(), 3),

@@ -73,5 +73,5 @@ def test_what_cannot_be_divided_is_refused_where_it_is_written(settings: dict[st
 
 
 def test_an_optimizer_that_looks_at_whole_matrices_is_refused(ranks: RankPool) -> None:
-    for told in ranks(4, refused, STAGED, "Adafactor"):
-        assert "update each element independently" in told and "sharded=False" in told
+    for error in ranks(4, refused, STAGED, "Adafactor"):
+        assert "update each element independently" in error and "sharded=False" in error

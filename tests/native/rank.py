@@ -1,4 +1,4 @@
-"""Ranks of a plane, told what to do by lines of JSON: `python rank.py MEMORY BYTES CONTROL`. Tensors travel as hex.
+"""Ranks of a plane that carry out commands from JSON lines: `python rank.py MEMORY BYTES CONTROL`. Tensors are hex.
 
 This process imports torch once and forks a rank for every socket that it is sent through the socket CONTROL, so that a
 rank is there in milliseconds. It has no threads when it forks.
@@ -19,9 +19,9 @@ from manyhands.comm.shared_memory import Plane
 from manyhands.errors import PeerLost
 
 
-def tensor_of(told: dict) -> torch.Tensor:
-    data = bytearray.fromhex(told["data"])
-    dtype = getattr(torch, told["dtype"])
+def tensor_of(command: dict) -> torch.Tensor:
+    data = bytearray.fromhex(command["data"])
+    dtype = getattr(torch, command["dtype"])
     return torch.frombuffer(data, dtype=dtype).clone() if data else torch.empty(0, dtype=dtype)
 
 
@@ -29,27 +29,27 @@ def hex_of(tensor: torch.Tensor) -> str:
     return tensor.view(torch.uint8).numpy().tobytes().hex() if tensor.numel() else ""
 
 
-def answer(plane: Plane, told: dict) -> str:
-    program = bytes.fromhex(told.get("program", ""))
-    if told["op"] == "meet":
-        plane.barrier("meet")
+def answer(plane: Plane, command: dict) -> str:
+    program = bytes.fromhex(command.get("program", ""))
+    if command["op"] == "barrier":
+        plane.barrier("barrier")
         return ""
-    if told["op"] == "post":
-        plane.post(told.get("times", 1))
+    if command["op"] == "post":
+        plane.post(command.get("times", 1))
         return ""
-    if told["op"] == "all_posted":
-        return str(plane.all_posted(told["times"]))
-    if told["op"] == "wait_posted":
-        plane.wait_posted(told["times"], "posts")
+    if command["op"] == "all_posted":
+        return str(plane.all_posted(command["times"]))
+    if command["op"] == "wait_posted":
+        plane.wait_posted(command["times"], "posts")
         return ""
-    tensor = tensor_of(told)
-    if told["op"] == "all_reduce":
+    tensor = tensor_of(command)
+    if command["op"] == "all_reduce":
         plane.all_reduce_(tensor, program, "sum")
         return hex_of(tensor)
-    if told["op"] == "broadcast":
-        plane.broadcast_(tensor, "broadcast", source=told["source"])
+    if command["op"] == "broadcast":
+        plane.broadcast_(tensor, "broadcast", source=command["source"])
         return hex_of(tensor)
-    if told["op"] == "all_gather":
+    if command["op"] == "all_gather":
         gathered = tensor.new_empty(plane.world * tensor.numel())
         plane.all_gather(gathered, tensor, "gather")
         return hex_of(gathered)
@@ -67,15 +67,15 @@ def serve(segment: Segment, line: socket.socket) -> None:
         stream.flush()
 
     for text in stream:
-        told = json.loads(text)
-        if told["op"] == "open":
-            options = {name: told[name] for name in ("area_bytes", "timeout_s")}
-            plane = Plane(segment, told["rank"], told["world"], **options)
+        command = json.loads(text)
+        if command["op"] == "open":
+            options = {name: command[name] for name in ("area_bytes", "timeout_s")}
+            plane = Plane(segment, command["rank"], command["world"], **options)
             say({"data": ""})
             continue
         assert plane is not None
         try:
-            say({"data": answer(plane, told)})
+            say({"data": answer(plane, command)})
         except PeerLost as error:
             say({"error": f"{type(error).__name__}: {error}"})
 

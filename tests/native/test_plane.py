@@ -70,28 +70,28 @@ class Ranks:
     def open(self, world: int, area_bytes: int, timeout_s: float = 60.0) -> None:
         """A fresh plane of the first `world` processes."""
         os.pwrite(self.memory.fd, bytes(Plane.num_bytes(world, area_bytes)), 0)
-        told = {"op": "open", "world": world, "area_bytes": area_bytes, "timeout_s": timeout_s}
-        self.call([{**told, "rank": rank} for rank in range(world)])
+        command = {"op": "open", "world": world, "area_bytes": area_bytes, "timeout_s": timeout_s}
+        self.call([{**command, "rank": rank} for rank in range(world)])
 
-    def call(self, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for rank, one in enumerate(told):
-            self.tell(rank, one)
-        return [self.hear(rank) for rank in range(len(told))]
+    def call(self, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for rank, one in enumerate(commands):
+            self.send(rank, one)
+        return [self.receive(rank) for rank in range(len(commands))]
 
-    def tell(self, rank: int, told: dict[str, Any]) -> None:
-        self._lines[rank].write(json.dumps(told) + "\n")
+    def send(self, rank: int, command: dict[str, Any]) -> None:
+        self._lines[rank].write(json.dumps(command) + "\n")
         self._lines[rank].flush()
 
-    def tell_and_see_it_arrive(self, rank: int, told: dict[str, Any]) -> None:
-        """A rank that comes to a meeting writes so at the start of the segment."""
+    def send_and_see_it_arrive(self, rank: int, command: dict[str, Any]) -> None:
+        """A rank that arrives at a barrier writes so at the start of the segment."""
         before = os.pread(self.memory.fd, 4096, 0)
-        self.tell(rank, told)
+        self.send(rank, command)
         deadline = time.monotonic() + 60
         while os.pread(self.memory.fd, 4096, 0) == before:
             assert time.monotonic() < deadline, "it never arrived"
             time.sleep(0.001)
 
-    def hear(self, rank: int) -> dict[str, Any]:
+    def receive(self, rank: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._lines[rank].readline())
         return found
 
@@ -168,33 +168,35 @@ def test_every_collective_gives_what_torch_gives_to_the_bit(
     warm.open(world, area_bytes)
     inputs = [made(dtype, count, seed + rank) if count else torch.empty(0) for rank in range(world)]
     inputs = [tensor.to(getattr(torch, dtype)) for tensor in inputs]
-    told = [{"dtype": dtype, "data": hex_of(tensor), "program": over(world)} for tensor in inputs]
+    commands = [{"dtype": dtype, "data": hex_of(tensor), "program": over(world)} for tensor in inputs]
 
-    summed = warm.call([{**one, "op": "all_reduce"} for one in told])
+    summed = warm.call([{**one, "op": "all_reduce"} for one in commands])
     assert_sums(summed, [tree_sum(inputs)] * world, dtype)
     assert len({one["data"] for one in summed}) == 1, "the same bits on every rank, NaN or not"
 
-    gathered = warm.call([{**one, "op": "all_gather"} for one in told])
-    assert [one["data"] for one in gathered] == ["".join(one["data"] for one in told)] * world
+    gathered = warm.call([{**one, "op": "all_gather"} for one in commands])
+    assert [one["data"] for one in gathered] == ["".join(one["data"] for one in commands)] * world
 
     source = seed % world
-    sent = warm.call([{**one, "op": "broadcast", "source": source} for one in told])
-    assert [one["data"] for one in sent] == [told[source]["data"]] * world
+    sent = warm.call([{**one, "op": "broadcast", "source": source} for one in commands])
+    assert [one["data"] for one in sent] == [commands[source]["data"]] * world
 
     whole = [tensor[: count // world * world] for tensor in inputs]
-    scattered = warm.call([{**t, "data": hex_of(w), "op": "reduce_scatter"} for t, w in zip(told, whole, strict=True)])
+    scattered = warm.call(
+        [{**t, "data": hex_of(w), "op": "reduce_scatter"} for t, w in zip(commands, whole, strict=True)]
+    )
     parts = tree_sum(whole).chunk(world) if count >= world else [torch.empty(0)] * world
     assert_sums(scattered, list(parts), dtype)
 
 
-OPS = ["meet", "all_reduce", "all_gather", "broadcast", "reduce_scatter"]
+OPS = ["barrier", "all_reduce", "all_gather", "broadcast", "reduce_scatter"]
 
 
-def assert_rank_1_is_missed(warm: Ranks, told: dict[str, Any]) -> None:
+def assert_rank_1_is_missed(warm: Ranks, command: dict[str, Any]) -> None:
     began = time.monotonic()
     for rank in (0, 2):
-        warm.tell(rank, told)
-    errors = [warm.hear(rank)["error"] for rank in (0, 2)]
+        warm.send(rank, command)
+    errors = [warm.receive(rank)["error"] for rank in (0, 2)]
     assert time.monotonic() - began < 30
     assert any("PeerTimeout" in error and "rank 1" in error for error in errors)
     assert all("PeerTimeout" in error or "PeerLost" in error for error in errors)
@@ -206,7 +208,7 @@ def call_of(op: str, count: int = 9) -> dict[str, Any]:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("op", OPS)
-def test_a_rank_that_stands_still_is_named_in_bounded_time(warm: Ranks, op: str) -> None:
+def test_a_rank_that_hangs_is_named_in_bounded_time(warm: Ranks, op: str) -> None:
     warm.open(3, 4096, timeout_s=0.3)
     warm.call([call_of(op)] * 3)
     warm.signal(1, signal.SIGSTOP)
@@ -223,13 +225,13 @@ def test_a_rank_killed_inside_is_named_in_bounded_time() -> None:
     try:
         for op in OPS:
             ranks.open(3, 4096, timeout_s=0.3)
-            # 36 kB go through areas of 4 kB in many turns: the dead rank has come to the first and no further.
-            ranks.tell_and_see_it_arrive(1, call_of(op, 9 * 1024))
+            # 36 kB go through areas of 4 kB in many turns: the dead rank has reached the first and no further.
+            ranks.send_and_see_it_arrive(1, call_of(op, 9 * 1024))
             ranks.kill(1)
-            if op == "meet":  # it had arrived, so that one takes place
-                ranks.tell(0, call_of(op))
-                ranks.tell(2, call_of(op))
-                assert "error" not in ranks.hear(0) | ranks.hear(2)
+            if op == "barrier":  # it had arrived, so the barrier completes
+                ranks.send(0, call_of(op))
+                ranks.send(2, call_of(op))
+                assert "error" not in ranks.receive(0) | ranks.receive(2)
             assert_rank_1_is_missed(ranks, call_of(op, 9 * 1024))
             ranks.start(1)
     finally:
@@ -240,37 +242,37 @@ def test_an_abort_wakes_those_who_wait_and_those_who_come_later(warm: Ranks) -> 
     warm.open(3, 4096, timeout_s=60)
     plane = Plane(warm.segment, 2, 3, area_bytes=4096)
     began = time.monotonic()
-    warm.tell_and_see_it_arrive(0, {"op": "meet"})
+    warm.send_and_see_it_arrive(0, {"op": "barrier"})
     plane.abort(1)
-    assert "PeerLost: Rank 0 was in 'meet' when rank 1 was lost" in warm.hear(0)["error"]
-    assert "PeerLost" in warm.call([{"op": "meet"}])[0]["error"]
+    assert "PeerLost: Rank 0 was in 'barrier' when rank 1 was lost" in warm.receive(0)["error"]
+    assert "PeerLost" in warm.call([{"op": "barrier"}])[0]["error"]
     assert time.monotonic() - began < 30
 
 
-def test_a_meeting_that_took_place_counts_for_those_who_look_later(warm: Ranks) -> None:
-    """A rank that was quick to leave after the last meeting is lost to nobody."""
+def test_a_barrier_that_completed_counts_for_ranks_that_look_later(warm: Ranks) -> None:
+    """No rank misses one that left right after the last barrier."""
     warm.open(2, 4096)
     plane = Plane(warm.segment, 1, 2, area_bytes=4096)
     warm.signal(0, signal.SIGSTOP)
     try:
-        warm.tell(0, {"op": "meet"})
+        warm.send(0, {"op": "barrier"})
     finally:
         warm.signal(0, signal.SIGCONT)
-    plane.barrier("meet")
+    plane.barrier("barrier")
     plane.abort(1)
-    assert "error" not in warm.hear(0)
+    assert "error" not in warm.receive(0)
 
 
 def test_posts_are_seen_by_who_looks_and_awaited_by_who_waits(warm: Ranks) -> None:
     warm.open(3, 4096)
     for rank, times in ((0, 2), (1, 3)):
-        warm.tell(rank, {"op": "post", "times": times})
-        warm.hear(rank)
+        warm.send(rank, {"op": "post", "times": times})
+        warm.receive(rank)
     wanted = {"op": "all_posted", "times": 2}
     assert [one["data"] for one in warm.call([wanted] * 3)] == ["False"] * 3
-    warm.tell(0, {"op": "wait_posted", "times": 2})
-    warm.tell(2, {"op": "post", "times": 2})
-    assert "error" not in warm.hear(0) | warm.hear(2)
+    warm.send(0, {"op": "wait_posted", "times": 2})
+    warm.send(2, {"op": "post", "times": 2})
+    assert "error" not in warm.receive(0) | warm.receive(2)
     assert [one["data"] for one in warm.call([wanted] * 3)] == ["True"] * 3
     assert [one["data"] for one in warm.call([{**wanted, "times": 3}] * 3)] == ["False"] * 3
 
@@ -279,20 +281,20 @@ def test_posts_are_seen_by_who_looks_and_awaited_by_who_waits(warm: Ranks) -> No
 def test_a_rank_that_posts_no_more_is_named_and_one_that_is_lost_wakes_who_waits(warm: Ranks) -> None:
     waiting = {"op": "wait_posted", "times": 1}
     warm.open(3, 4096, timeout_s=0.3)
-    warm.tell(0, {"op": "post"})
-    warm.hear(0)
-    warm.tell(0, waiting)
-    assert "PeerTimeout: Rank 0 waited 0.3 s for rank 1 in 'posts'" in warm.hear(0)["error"]
-    assert "PeerLost" in warm.call([waiting])[0]["error"], "nobody waits that long again"
+    warm.send(0, {"op": "post"})
+    warm.receive(0)
+    warm.send(0, waiting)
+    assert "PeerTimeout: Rank 0 waited 0.3 s for rank 1 in 'posts'" in warm.receive(0)["error"]
+    assert "PeerLost" in warm.call([waiting])[0]["error"], "no rank waits that long again"
     warm.open(3, 4096, timeout_s=60)
     began = time.monotonic()
-    warm.tell(0, waiting)
+    warm.send(0, waiting)
     Plane(warm.segment, 2, 3, area_bytes=4096).abort(1)
-    assert "PeerLost: Rank 0 was in 'posts' when rank 1 was lost" in warm.hear(0)["error"]
+    assert "PeerLost: Rank 0 was in 'posts' when rank 1 was lost" in warm.receive(0)["error"]
     assert time.monotonic() - began < 30
 
 
-def test_memory_that_is_not_there_is_an_error_to_everybody_who_asks_for_it() -> None:
+def test_memory_that_is_not_there_is_an_error_to_every_process_that_asks_for_it() -> None:
     memory = HostMemory()
     try:
         for _ in range(2):
@@ -313,6 +315,7 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert free_bytes(tmp_path) > 5_000_000
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_build_with_sanitizers_finds_nothing(tmp_path: Path) -> None:
     if shutil.which("gcc") is None:

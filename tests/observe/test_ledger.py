@@ -36,7 +36,7 @@ def test_a_run_over_three_epochs_and_two_generations_is_proven() -> None:
     assert (ledger.samples_lost, ledger.samples_repeated, ledger.steps_lost) == (0, 0, 0)
 
 
-def test_files_that_tell_the_same_steps_in_another_order_are_one_record() -> None:
+def test_files_with_the_same_steps_in_another_order_are_one_record() -> None:
     assert audit([*steps(5, 9, "1.10"), *steps(1, 4, "1.9"), *steps(3, 4, "1.9")]).problems == []
 
 

@@ -102,7 +102,7 @@ import torch
 sys.modules["IPython"] = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=object()))
 import manyhands as mh
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as kernels have it, whoever started the tests
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as kernels have it, however the tests were started
 
 class Interrupting(torch.optim.SGD):  # the button is pressed between the updates of two parameters
     presses = 1
@@ -139,7 +139,7 @@ print(trainer.step)
 
 
 @pytest.mark.long
-def test_an_interrupted_cell_ends_after_a_whole_step_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_cell_ends_after_a_whole_step_and_the_next_one_resumes(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(INTERRUPTED)
     done = subprocess.run([sys.executable, "kernel.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.stdout.splitlines() == [

@@ -88,7 +88,7 @@ def test_a_step_line_says_where_how_fast_and_what_the_time_went_into():
     )
 
 
-def test_a_step_line_leaves_out_what_nobody_knows():
+def test_a_step_line_leaves_out_what_is_unknown():
     tally = Tally()
     tally.add(step(7, total_steps=None, phases={}))
     assert tally.line() == "step 7  epoch 4  loss 1.873  312 samples/s"
@@ -154,7 +154,7 @@ def test_every_kind_of_event_has_its_line_or_none():
     assert line_of(RunEnded(exit_code=0, step=9, reason="", dropped=3), elapsed_s=61) == (
         "finished at step 9 after 1m01s (3 events not recorded)"
     )
-    assert line_of(RunEnded(exit_code=0, step=0, reason="")) == "finished", "a script that trains by itself"
+    assert line_of(RunEnded(exit_code=0, step=0, reason="")) == "finished", "a script with its own training loop"
     full = "The checkpoint of step 70 was not saved to c: No space left on device."
     assert line_of(CheckpointFailed(step=70, reason=full)) == f"warning: {full}"
     assert line_of(RunEnded(exit_code=1, step=9, reason="NonFinite")) == "ended with exit code 1 at step 9: NonFinite"
@@ -212,7 +212,7 @@ def test_a_second_call_does_not_repeat_the_first_line_but_a_restart_says_its_att
     assert ["attempt 2; everything" in line for line in lines] == [False, True]
 
 
-def test_many_checkpoints_get_one_line_per_interval_and_the_last_is_told_at_the_end():
+def test_many_checkpoints_get_one_line_per_interval_and_the_last_is_shown_at_the_end():
     shown = Shown(interval_s=60)
     shown.display.event(saved(1))
     wait_until(lambda: "step 1 " in shown.stderr.getvalue())
@@ -235,13 +235,13 @@ def test_what_only_some_want_to_know_needs_verbose():
     assert Shown(verbose=True).after(machine)[1] == "mirrored, V=4, fp32, 1 thread each, cpu, contiguous memory"
 
 
-def test_that_workers_share_no_memory_is_said_to_everybody_as_it_costs_speed():
+def test_that_workers_share_no_memory_is_always_shown_as_it_costs_speed():
     machine = "cpu, contiguous memory, workers talk over Gloo (no C extension), weights divided"
     (line,) = Shown().after(RunStarted(**RUN, machine=machine))
     assert line.startswith("2 workers train together (mirrored), workers talk over Gloo (no C extension); everything")
 
 
-def test_before_anything_comes_from_workers_a_line_says_what_is_going_on():
+def test_before_anything_comes_from_workers_a_line_says_what_is_being_done():
     launched = LaunchStarted(workers=2, servers=1)
     assert Shown().after(launched) == ["starting 2 workers and 1 parameter server, importing torch …"]
     shown = Shown("live")
@@ -265,7 +265,7 @@ def test_workers_lost_in_a_run_that_fails_are_named_by_the_failure_block_alone(u
     assert shown.lines() == render(block).splitlines()
 
 
-def test_a_lost_worker_is_named_when_the_others_go_on_and_not_when_all_were_asked_to_stop():
+def test_a_lost_worker_is_named_when_the_others_continue_and_not_when_all_were_asked_to_stop():
     lost = WorkerLost(rank=1, host="b", pid=41, reason="KeyboardInterrupt")
     regrouped = GenerationStarted(generation="1.2", workers=1, hosts=1)
     first = GenerationStarted(generation="1.1", workers=2, hosts=1)
@@ -310,6 +310,23 @@ def test_the_chiefs_output_arrives_byte_for_byte_on_a_stdout_that_is_no_terminal
     assert (tmp_path / "out").read_bytes() == data
 
 
+def test_a_line_waits_for_the_end_of_a_print_whose_text_and_end_come_apart_but_not_for_long():
+    both = io.StringIO()
+    display = make_display("plain", stdout=both, stderr=both)
+    display.output(0, "stdout", b"loss 3.12")
+    display.say("saved checkpoint")
+    display.output(0, "stdout", b"\n")
+    display.output(0, "stdout", b"50%")
+    display.say("a slow worker")
+    deadline = time.monotonic() + 30
+    while "slow" not in both.getvalue():
+        assert time.monotonic() < deadline, both.getvalue()
+        time.sleep(0.01)
+    display.say("another")  # the script never ends that line, and holds nothing up any more
+    display.close()
+    assert both.getvalue() == "loss 3.12\nsaved checkpoint\n50%a slow worker\nanother\n"
+
+
 # ---- never in the way
 
 
@@ -327,14 +344,14 @@ def test_an_event_costs_microseconds(ui):
 
 
 class Stuck(io.StringIO):
-    """A terminal on which somebody pressed Ctrl-S."""
+    """A terminal whose user pressed Ctrl-S."""
 
     def __init__(self):
         super().__init__()
-        self.go_on = threading.Event()
+        self.released = threading.Event()
 
     def write(self, text):
-        self.go_on.wait()
+        self.released.wait()
         return super().write(text)
 
 
@@ -346,8 +363,8 @@ def test_a_stuck_terminal_holds_up_neither_steps_nor_the_end(ui, monkeypatch):
     for number in range(30_000):
         display.event(step(number))
     display.close()
-    assert not stuck.go_on.is_set()  # and yet we are here
-    stuck.go_on.set()
+    assert not stuck.released.is_set()  # and yet we are here
+    stuck.released.set()
     display._thread.join(60)
 
 
@@ -389,7 +406,7 @@ def test_a_reader_that_pauses_loses_no_byte(monkeypatch):
     wrote = "".join(f"{number:09d}\n" for number in range(3000))
     for start in range(0, len(wrote), 10):
         display.output(0, "stdout", wrote[start : start + 10].encode())
-    stuck.go_on.set()
+    stuck.released.set()
     display.output(0, "stdout", b"the end\n")
     display.close()
     assert stuck.getvalue() == wrote + "the end\n"
@@ -403,7 +420,7 @@ def test_output_that_neither_memory_nor_disk_takes_is_skipped_and_said(monkeypat
     display._spool = Spool(max_bytes=500)
     for _ in range(300):
         display.output(0, "stdout", b"0123456789")
-    stuck.go_on.set()
+    stuck.released.set()
     display.close()
     kept = len(stuck.getvalue())
     assert 1500 <= kept <= 1530
@@ -426,7 +443,7 @@ def test_a_failure_behind_output_that_waits_is_shown(monkeypatch):
     closing.start()
     closing.join(0.3)
     assert closing.is_alive(), "it waits for the reader"
-    stuck.go_on.set()
+    stuck.released.set()
     closing.join()
     assert stuck.getvalue() == "some output\n" + render(failure_block()).rstrip("\n") + "\n"
 
@@ -514,7 +531,7 @@ def test_lines_that_go_by_never_leave_the_terminal_without_its_bar():
     bar.above(b"printed\n")
     assert screen.getvalue().endswith("printed\nfirst\r\nsecond")
     bar.above(b"half a line")
-    assert screen.getvalue().endswith("half a line"), "somebody's own bar, or a prompt"
+    assert screen.getvalue().endswith("half a line"), "a progress bar of the script, or a prompt"
     bar.above(b", done\n")
     assert screen.getvalue().endswith(", done\nfirst\r\nsecond")
     bar.erase()
@@ -562,7 +579,7 @@ def terminal(tmp_path):
             wait_until(lambda: any(text in line for line in self.screen()))
             return self.screen()
 
-        def go_on(self):
+        def release(self):
             (tmp_path / "go").touch()
 
         def _tmux(self, *args):
@@ -612,7 +629,7 @@ def test_on_a_terminal_a_bar_stays_below_the_chiefs_output_and_leaves_when_the_r
     assert screen[:5] == said
     assert re.fullmatch(r"step 250/500 \S+\s+50%  epoch 2  loss 0.5  312 samples/s  eta \d+s", screen[5])
     assert screen[6] == "load 2% forward 31% backward 48% reduce 12% update 7%"
-    terminal.go_on()
+    terminal.release()
     screen = terminal.wait_for("a shell prompt")
     assert screen[:5] == said
     assert screen[-2].startswith("finished at step 250")
@@ -643,7 +660,7 @@ def test_in_a_run_of_one_process_prints_go_above_the_bar_and_a_bar_of_the_script
     assert screen[:11] == [*(f"printed at {n}" for n in range(1, 11)), "their own bar 29/30"]
     assert screen[11].startswith("step 40/500 ")
     assert len(screen) == 13
-    terminal.go_on()
+    terminal.release()
     terminal.wait_for("a shell prompt")
 
 
@@ -690,7 +707,7 @@ def test_a_worker_that_is_slow_by_turns_gets_one_line_per_interval():
     assert [line for line in lines if "rank 2" in line] == [SLOW_LINE]
 
 
-def test_a_new_division_is_told_of_few_workers_one_by_one():
+def test_a_new_division_of_few_workers_is_shown_one_by_one():
     assert line_of(Divided(step=51, slices=[6, 2])) == (
         "slices per worker from step 52 on: 6 2, in proportion to their speed"
     )

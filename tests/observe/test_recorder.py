@@ -48,7 +48,7 @@ def test_an_event_without_a_time_is_stamped_when_emitted_and_a_given_time_is_kep
     assert given.time_s == 12.5
 
 
-def test_events_are_readable_soon_while_the_run_goes_on(tmp_path):
+def test_events_are_readable_soon_while_the_run_trains(tmp_path):
     with Recorder(tmp_path / "e.jsonl") as recorder:
         recorder.emit(step(1))
         wait_until(lambda: list(read_events(tmp_path / "e.jsonl")))
@@ -106,7 +106,7 @@ def test_many_threads_may_emit_at_once_and_none_is_lost(tmp_path):
 
 @pytest.fixture
 def stuck_disk(tmp_path):
-    """A file whose directory cannot be made, because a file stands in its way, until `free()`."""
+    """A file whose directory cannot be made, because a file has its name, until `free()`."""
 
     class StuckDisk:
         path = tmp_path / "in_the_way" / "e.jsonl"
@@ -153,7 +153,7 @@ def in_private_mounts(script, *args):
 
 @IN_A_PRIVATE_MOUNT
 @pytest.mark.faults
-def test_with_the_log_volume_full_training_goes_on_and_the_dropped_are_counted(tmp_path):
+def test_with_the_log_volume_full_training_continues_and_the_dropped_are_counted(tmp_path):
     done = in_private_mounts(
         """
         mount("-t", "tmpfs", "-o", "size=1m", "none", str(disk))
@@ -201,7 +201,7 @@ def test_room_on_a_full_disk_is_used_again_and_no_line_is_torn(tmp_path):
 
 @IN_A_PRIVATE_MOUNT
 @pytest.mark.faults
-def test_with_the_log_volume_read_only_training_goes_on_and_the_dropped_are_counted(tmp_path):
+def test_with_the_log_volume_read_only_training_continues_and_the_dropped_are_counted(tmp_path):
     done = in_private_mounts(
         """
         mount("-t", "tmpfs", "-o", "ro", "none", str(disk))

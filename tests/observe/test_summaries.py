@@ -1,4 +1,4 @@
-"""TensorBoard files, read back with TensorBoard's own reader; and training that goes on when they cannot be written."""
+"""TensorBoard files, read back with TensorBoard's own reader; and training goes through when they cannot be written."""
 
 import importlib.util
 import os
@@ -73,7 +73,7 @@ def test_every_thins_the_steps_but_not_the_epochs(trainer, tmp_path):
     assert "train/grad_norm" not in seen, "what is unknown is left out"
 
 
-def test_after_a_resume_no_step_stands_there_twice(trainer, tmp_path):
+def test_after_a_resume_no_step_is_there_twice(trainer, tmp_path):
     first = TensorBoardHook()
     first.begin(trainer)
     for step in range(1, 11):
@@ -107,7 +107,7 @@ def test_only_the_chief_writes():
     assert TensorBoardHook.chief_only
 
 
-def test_a_log_directory_that_cannot_be_made_is_warned_about_once_and_training_goes_on(trainer, tmp_path):
+def test_a_log_directory_that_cannot_be_made_is_warned_about_once_and_training_continues(trainer, tmp_path):
     (tmp_path / "file").write_text("in the way")
     hook = TensorBoardHook(tmp_path / "file" / "logs")
     with warnings.catch_warnings(record=True) as caught:
@@ -151,8 +151,8 @@ def test_after_a_failure_writing_starts_again_in_a_new_file(trainer, tmp_path, m
 
 
 def test_what_is_not_written_in_time_is_counted_and_warned_about(trainer, monkeypatch):
-    go_on = threading.Event()
-    monkeypatch.setattr(tensorboard, "_tensorboard", go_on.wait)
+    release = threading.Event()
+    monkeypatch.setattr(tensorboard, "_tensorboard", release.wait)
     monkeypatch.setattr(tensorboard, "IMPORT_TIMEOUT_S", 0.05)
     monkeypatch.setattr(tensorboard, "CLOSE_TIMEOUT_S", 0.05)
     hook = TensorBoardHook()
@@ -163,7 +163,7 @@ def test_what_is_not_written_in_time_is_counted_and_warned_about(trainer, monkey
     with pytest.warns(RuntimeWarning, match=r"being lost \(not written within 0.05 s of the end\)"):
         hook.end(trainer, None)
     assert hook.dropped == 3
-    go_on.set()
+    release.set()
     thread.join(60)
     assert not thread.is_alive()
 
@@ -173,7 +173,7 @@ def test_what_is_not_written_in_time_is_counted_and_warned_about(trainer, monkey
 )
 @pytest.mark.faults
 @pytest.mark.slow
-def test_on_a_full_disk_training_goes_on_and_no_file_stays_open(tmp_path):
+def test_on_a_full_disk_training_continues_and_no_file_stays_open(tmp_path):
     script = """
         import os, subprocess, sys, time, types, warnings
         from manyhands.observe import tensorboard

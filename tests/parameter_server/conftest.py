@@ -54,14 +54,14 @@ def served(tmp_path: Path) -> Iterator[Start]:
 
 
 def steps_of(run: Run) -> list[dict[str, Any]]:
-    """What the chief heard of every update, in order."""
+    """What the chief received of every update, in order."""
     *lines, _ = (run.folder / "steps.jsonl").read_text().split("\n")
     return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="session")
 def mirrored(tmp_path_factory: pytest.TempPathFactory, once: Any) -> Callable[..., dict[str, Any]]:
-    """What one process without servers tells; each question is answered once."""
+    """The result of one process without servers; each training is run once."""
 
     def train(asked: dict[str, Any]) -> str:
         run = Run(tmp_path_factory.mktemp("mirrored"), asked, ["-n", "1", "--ui", "none"], TRAINING)
@@ -70,8 +70,8 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory, once: Any) -> Callable[..
         finally:
             run.close()
 
-    def tell(**asked: Any) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(once(f"mirrored-{sorted(asked.items())}", lambda: train(asked)))
-        return told
+    def result_of(**asked: Any) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(once(f"mirrored-{sorted(asked.items())}", lambda: train(asked)))
+        return result
 
-    return tell
+    return result_of

@@ -63,7 +63,7 @@ class Direct:
         self.waiting = Waiting()
 
     def replace(self, number: int) -> None:
-        """What the server was only told is gone; what it committed is not."""
+        """What the server received and did not commit is gone."""
         self._servers[number] = self._new_server(number)
 
     def close_servers(self) -> None:
@@ -107,8 +107,8 @@ class Direct:
         for server in [*self._servers[1:], self._servers[0]]:
             while server.has_work:
                 self._deliver(server.work())
-            if (standing := server.standing()) is not None:
-                self._servers[0].take(b"server", standing)
+            if (watermark := server.standing()) is not None:
+                self._servers[0].take(b"server", watermark)
         self._deliver(self._servers[0].work())
 
     def _deliver(self, outbox: list[tuple[bytes, Any]]) -> None:
@@ -231,20 +231,20 @@ def train(
     if again:
         world.engine.restore({})
     batches = batches_of_two_epochs(slices)
-    told: list[UpdateDone] = []
+    updates: list[UpdateDone] = []
     asked = itertools.count(1)
     for epoch in range(2):
         world.open(epoch)
         while True:
             if (number := next(asked)) > answers:
-                return world.model, world.optimizer, told
+                return world.model, world.optimizer, updates
             if die_every and number % die_every == 0:
                 world.link.replace(number // die_every % servers)
             reply = world.engine.ask(lambda: 0)
-            told += reply.done
+            updates += reply.done
             if reply.meet is not None:
                 break
             if reply.work is not None:
                 world.engine.compute(batches.at(reply.work.step), reply.work, reply.version)
         world.engine.gather_state()
-    return world.model, world.optimizer, told
+    return world.model, world.optimizer, updates

@@ -47,17 +47,17 @@ def values_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_servers_that_die_all_the_time_end_where_one_process_ends(ranks: RankPool, name: str) -> None:
     clip = 1.0 if name in ("AdamW", "NAdam") else None
-    model, optimizer, told = train("sync", OPTIMIZERS[name], clip=clip, servers=2, die_every=5)
+    model, optimizer, updates = train("sync", OPTIMIZERS[name], clip=clip, servers=2, die_every=5)
     (expected,) = ranks(1, in_one_process, name, clip)
     found = values_of(model, optimizer)
     assert found.keys() == expected.keys()
     assert [key for key in expected if not np.array_equal(expected[key], found[key])] == []
-    assert [done.update for done in told] == [done.step for done in told] == list(range(1, 15))
+    assert [done.update for done in updates] == [done.step for done in updates] == list(range(1, 15))
 
 
 def test_one_worker_alone_is_never_stale_in_async_either() -> None:
-    _, _, told = train("async", OPTIMIZERS["SGD"], clip=None, servers=3, die_every=2)
-    assert [(done.update, done.staleness) for done in told] == [(number, 0) for number in range(1, 15)]
+    _, _, updates = train("async", OPTIMIZERS["SGD"], clip=None, servers=3, die_every=2)
+    assert [(done.update, done.staleness) for done in updates] == [(number, 0) for number in range(1, 15)]
 
 
 def test_gradients_that_are_computed_straight_into_a_row_are_those_that_are_copied(
@@ -81,7 +81,7 @@ def test_gradients_that_are_computed_straight_into_a_row_are_those_that_are_copi
 def test_a_parameter_is_kept_where_the_user_says() -> None:
     train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"4.*": 1})
     with pytest.raises(SpecError, match="matches no trained parameter"):
-        train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"nobody.*": 1})
+        train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"absent.*": 1})
     with pytest.raises(SpecError, match="names a server that does not exist"):
         train("sync", OPTIMIZERS["SGD"], clip=None, servers=2, place={"4.*": 2})
 
@@ -112,7 +112,7 @@ def test_an_optimizer_that_cannot_run_on_a_server_is_refused() -> None:
 
 
 class LongNamed(torch.nn.Linear):
-    """As much is told of it as of many thousands of parameters."""
+    """Its description is as long as that of many thousands of parameters."""
 
     def __init__(self) -> None:
         super().__init__(10, 3)
@@ -128,7 +128,7 @@ class Remembering(torch.optim.NAdam):
             state["said"] = "s" * 300_000
 
 
-def test_what_is_too_much_to_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interval_too_large_for_a_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpecError, match=r"What server 0 commits with every update takes .* at most 1\.05 MB"):
         train("sync", lambda params: Remembering(params, lr=0.01), clip=None, servers=1)
     monkeypatch.setattr("tests.parameter_server.direct.make_model", LongNamed)
@@ -150,10 +150,10 @@ def half_frozen() -> torch.nn.Module:
 
 def test_an_optimizer_may_have_parameters_that_are_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.parameter_server.direct.make_model", half_frozen)
-    model, _, told = train("async", OPTIMIZERS["momentum"], clip=None, servers=2, die_every=3, answers=5)
+    model, _, updates = train("async", OPTIMIZERS["momentum"], clip=None, servers=2, die_every=3, answers=5)
     begun, found = half_frozen().state_dict(), model.state_dict()
     assert torch.equal(found["0.weight"], begun["0.weight"]) and not torch.equal(found["4.weight"], begun["4.weight"])
-    assert len(told) == 3
+    assert len(updates) == 3
 
 
 class WithNothing(torch.nn.Linear):
@@ -175,9 +175,9 @@ def test_a_parameter_may_have_no_elements(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_learning_rate_may_be_a_tensor() -> None:
     def losses(rate: Any) -> list[float]:
-        told = train("async", lambda params: torch.optim.Adam(params, lr=rate), clip=None, servers=1, answers=5)[2]
-        assert told[0].lr == pytest.approx(0.01)
-        return [done.loss for done in told]
+        updates = train("async", lambda params: torch.optim.Adam(params, lr=rate), clip=None, servers=1, answers=5)[2]
+        assert updates[0].lr == pytest.approx(0.01)
+        return [done.loss for done in updates]
 
     assert losses(torch.tensor(0.01)) == pytest.approx(losses(0.01), rel=1e-3)
 

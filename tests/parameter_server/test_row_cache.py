@@ -1,4 +1,4 @@
-"""Rows that a worker keeps: never older than it was told, never another id's."""
+"""Rows that a worker caches: never older than its bound allows, never another id's."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ some_ids = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), unique
     wanted=some_ids,
     bound=st.integers(-3, 12),
 )
-def test_what_is_found_is_what_was_told_of_that_id_and_new_enough(num_rows, puts, wanted, bound) -> None:
+def test_the_cache_returns_the_row_that_was_put_for_an_id_if_it_is_new_enough(num_rows, puts, wanted, bound) -> None:
     cache = RowCache(num_rows, 2)
-    told = set()
+    put_rows = set()
     for ids, version in puts:
-        told |= {(one, version) for one in ids}
+        put_rows |= {(one, version) for one in ids}
         cache.put(
             torch.tensor(ids, dtype=torch.int64),
             version,
@@ -45,14 +45,14 @@ def test_what_is_found_is_what_was_told_of_that_id_and_new_enough(num_rows, puts
     here = set(range(len(wanted))) - set(missing.tolist())
     for place in here:
         low, version = found[place].tolist()
-        assert (wanted[place], version) in told and low == wanted[place] % 1000 and version >= bound
+        assert (wanted[place], version) in put_rows and low == wanted[place] % 1000 and version >= bound
     assert oldest == min((int(found[place, 1]) for place in here), default=None) and len(here) <= num_rows
     cache.clear()
     assert len(cache.find(torch.tensor(wanted, dtype=torch.int64), 0, found)[0]) == len(wanted)
 
 
 class Away:
-    """Servers on another host: every update adds 1 to every row, so a row tells how many it has seen."""
+    """Servers on another host: every update adds 1 to every row, so a row shows how many it has seen."""
 
     def __init__(self) -> None:
         self._tables = ServerTables(

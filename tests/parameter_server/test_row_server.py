@@ -58,12 +58,12 @@ def opening(*, number: tuple[int, int, int] = NUMBER, step: int = 0, base: int =
 
 def made(memory: Regions, server: int = 0, opened: OpenRows | None = None, **settings: Any) -> RowServer:
     found = RowServer(server, model(**settings), memory, seed=0)
-    told = opened or opening()
-    assert found.take(b"w", told) == [(b"w", Opened(number=told.number, server=server))]
+    message = opened or opening()
+    assert found.take(b"w", message) == [(b"w", Opened(number=message.number, server=server))]
     return found
 
 
-def tell(server: RowServer, step: int, ids: Tensor, value: float = -1.0, pieces: int = 1, **more: Any) -> Any:
+def push(server: RowServer, step: int, ids: Tensor, value: float = -1.0, pieces: int = 1, **more: Any) -> Any:
     """A step's gradients, all the same, in one piece, and the word to apply them."""
     gradients = to_bytes(torch.full((len(ids), 2), value))
     piece = RowGradients(number=NUMBER, filling=step, order=0, table="t", ids=to_bytes(ids), gradients=gradients)
@@ -90,12 +90,12 @@ def counts(server: RowServer, ids: Tensor = IDS) -> list[float]:
 def hand_over(memory: Regions, step: int) -> list[tuple[int, Handed]]:
     """Two ranks' slices, both with all ids, and rank 1 with the first slice: the sums are -1 - 2."""
     shelf, ids = RowGradientHandoff(memory), unique(IDS)[0]
-    told: list[list[tuple[int, Handed]]] = []
+    handed: list[list[tuple[int, Handed]]] = []
     for rank, value in enumerate((-1.0, -2.0)):
         shelf.mark(rank, step)
         (where,) = shelf.put(rank, [TableGradient("t", ids, torch.full((len(ids), 2), value))])
-        told.append([(1 - rank, where)])
-    return in_slices(told)
+        handed.append([(1 - rank, where)])
+    return in_slices(handed)
 
 
 def test_a_step_is_taken_from_where_ranks_have_put_it_if_it_is_still_there() -> None:
@@ -119,25 +119,25 @@ def test_a_step_is_taken_from_where_ranks_have_put_it_if_it_is_still_there() -> 
 def test_a_step_counts_once_however_often_it_is_sent() -> None:
     server = made(Regions())
     applied = [(b"w", UpdateApplied(number=NUMBER, server=0, step=1))]
-    assert tell(server, 1, IDS) == applied
-    assert tell(server, 1, IDS) == applied
+    assert push(server, 1, IDS) == applied
+    assert push(server, 1, IDS) == applied
     assert counts(server) == [1.0]
-    assert tell(server, 2, IDS, factor=0.5) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=2))]
+    assert push(server, 2, IDS, factor=0.5) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=2))]
     assert counts(server) == [1.5]
 
 
 def test_a_successor_finds_rows_and_opening_and_a_step_that_is_sent_again_changes_nothing() -> None:
     memory = Regions()
-    tell(made(memory), 1, IDS)
+    push(made(memory), 1, IDS)
     successor = RowServer(0, model(), memory, seed=0)
     assert counts(successor) == [1.0]
-    assert tell(successor, 1, IDS) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=1))]
+    assert push(successor, 1, IDS) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=1))]
     assert counts(successor) == [1.0]
 
 
 def test_a_step_waits_for_all_of_its_pieces() -> None:
     server = made(Regions())
-    assert tell(server, 1, IDS, pieces=2) == []
+    assert push(server, 1, IDS, pieces=2) == []
     assert counts(server) == [0.0]
 
 
@@ -145,23 +145,23 @@ def test_servers_share_out_the_ids_and_answer_for_no_others() -> None:
     places = by_part(IDS)
     mine, others = (torch.cat([IDS[places[part]] for part in parts_of(server, 2)]) for server in (0, 1))
     server = made(Regions(), opened=opening(servers=2))
-    tell(server, 1, mine)
+    push(server, 1, mine)
     assert counts(server, mine) == [1.0]
     assert look_up(server, others) is None
-    tell(server, 2, others)  # nonsense, and no harm
+    push(server, 2, others)  # nonsense, and no harm
     assert counts(server, mine) == [1.0]
 
 
 def test_what_belongs_to_an_earlier_opening_is_ignored() -> None:
     server = made(Regions(), opened=opening(number=(1, 2, 1)))
     assert server.take(b"w", opening()) == []
-    assert tell(server, 1, IDS) == []
+    assert push(server, 1, IDS) == []
     assert server.refused["late"] == 3
 
 
-def test_updates_go_on_from_those_that_rows_have_seen_elsewhere() -> None:
+def test_updates_count_from_those_that_rows_have_seen_elsewhere() -> None:
     memory = Regions()
-    tell(made(memory, opened=opening(step=9)), 10, IDS)
+    push(made(memory, opened=opening(step=9)), 10, IDS)
     again = made(memory, opened=opening(number=(1, 1, 2), step=0, base=10))
     piece = RowGradients(
         number=(1, 1, 2), filling=1, order=0, table="t", ids=to_bytes(IDS), gradients=to_bytes(-torch.ones(40, 2))
@@ -175,9 +175,9 @@ def test_updates_go_on_from_those_that_rows_have_seen_elsewhere() -> None:
 def test_rows_grow_old_by_steps_that_touch_others() -> None:
     server = made(Regions(), keep_steps=2)
     first, other = IDS[:1], IDS[1:2]
-    tell(server, 1, first)
+    push(server, 1, first)
     for step in range(2, 6):
-        tell(server, step, other)
+        push(server, step, other)
     assert counts(server, first) == [0.0]
     assert counts(server, other) == [4.0]
 
@@ -192,8 +192,8 @@ def test_a_server_that_is_not_asked_for_any_more_is_released_by_the_next_opening
     assert last.is_released() == (servers == 1)
 
 
-def test_rows_that_are_none_of_its_own_are_refused_and_it_goes_on() -> None:
+def test_rows_of_another_sharding_are_refused_and_the_server_keeps_serving() -> None:
     server = made(Regions())
     (answer,) = server.take(b"w", opening(number=(2, 1, 1), servers=0))
     assert isinstance(answer[1], Refused) and server.refused == {"misfit": 1}
-    assert tell(server, 1, IDS) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=1))]
+    assert push(server, 1, IDS) == [(b"w", UpdateApplied(number=NUMBER, server=0, step=1))]

@@ -24,12 +24,12 @@ def test_those_who_lost_a_rank_in_the_middle_of_it_go_where_some_are_already() -
 
 
 def test_what_some_servers_may_have_begun_is_gone_on_with_though_a_share_may_be_on_its_way() -> None:
-    heard = _Servers(opening(1), None, True, agreed=opening(2, servers=3))
+    informed = _Servers(opening(1), None, True, agreed=opening(2, servers=3))
     proposes = _Servers(opening(1), opening(3), True)
-    assert agreed_servers([heard, proposes]) == opening(2, servers=3)
+    assert agreed_servers([informed, proposes]) == opening(2, servers=3)
 
 
 def test_servers_that_have_left_before_they_began_are_not_gone_on_with() -> None:
     void = _Servers(opening(1), opening(3), True, agreed=opening(2, servers=3), is_void=True)
-    heard = _Servers(opening(1), None, True, agreed=opening(2, servers=3))
-    assert agreed_servers([void, heard]) == opening(3)
+    informed = _Servers(opening(1), None, True, agreed=opening(2, servers=3))
+    assert agreed_servers([void, informed]) == opening(3)

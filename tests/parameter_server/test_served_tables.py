@@ -75,7 +75,7 @@ def test_ids_of_another_servers_parts_are_not_answered() -> None:
     assert tables.look_up(Lookup(number=(1, 1, 1), ticket=1, table="t", ids=to_bytes(IDS))) is None
 
 
-def test_a_bound_is_the_whole_tables_and_is_told_as_such() -> None:
+def test_a_bound_is_the_whole_tables_and_is_reported_as_such() -> None:
     spec = msgspec.structs.replace(SPEC, max_bytes=2000)
     with pytest.raises(SpecError, match=r"max_bytes is 2000, .* one row in each of its 16 parts") as refused:
         ServerTables([spec], private_memory, range(PARTS))

@@ -79,7 +79,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert steps_in(open_log(tmp_path), applied=1) == [2]
 
 
-def test_whatever_is_torn_off_the_end_is_not_there(tmp_path: Path) -> None:
+def test_records_torn_off_the_end_are_not_read(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     write(log, 1, 2)
     write(log, 3, 4, settle=False)
@@ -195,16 +195,16 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_log_that_cannot_grow_says_so_and_keeps_what_was_told(tmp_path: Path, small_files: None) -> None:
+def test_a_log_that_cannot_grow_says_so_and_keeps_the_acknowledged_records(tmp_path: Path, small_files: None) -> None:
     log = open_log(tmp_path)
-    told = list[int]()
+    acknowledged = list[int]()
     with pytest.raises(
         EnvironmentProblem, match=r"cannot be written: File too large\. No update that workers know of is lost"
     ):
         for step in range(1, 100):
             write(log, step)
-            told.append(step)
-    assert told and steps_in(log) == told
+            acknowledged.append(step)
+    assert acknowledged and steps_in(log) == acknowledged
 
 
 def test_a_server_that_does_not_see_the_checkpoints_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The recommender: its data, what it is told, and what it reaches on any number of workers."""
+"""The recommender: its data, its settings, and what it reaches on any number of workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_auc_is_how_often_a_click_is_above_a_row_without() -> None:
         auc(scores, torch.ones(6))
 
 
-def test_made_clicks_are_the_same_for_everybody_and_leave_chance_its_part() -> None:
+def test_made_clicks_are_the_same_in_every_process_and_partly_random() -> None:
     first, second = make(4000), make(4000)
     assert torch.equal(first.training[0][0], second.training[0][0])
     assert torch.equal(first.held_out[1], second.held_out[1])
@@ -136,7 +136,7 @@ def test_the_documented_settings_are_taken(tmp_path: Path) -> None:
     assert settings.data is not None and settings.data.categories == ["user", "item", "device"]
     named = set(re.findall(r"^(\w+) =", text, re.M))
     fields = {*settings.__struct_fields__, *settings.data.__struct_fields__} - {"data"}
-    assert named == fields, "every setting stands in the docs"
+    assert named == fields, "every setting is in the docs"
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"NOT SHOWN HERE: {why_not()}")

@@ -67,7 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seed", type=int, help="one run, told event by event")
+    parser.add_argument("--seed", type=int, help="one run, printed event by event")
     parser.add_argument("--served", action="store_true", help="runs with parameter servers")
     options = parser.parse_args()
     if options.seed is not None:

@@ -2,7 +2,7 @@
 
 E1  all that apply a step apply the same; a step is redone only by a group without those who had applied it
 E2  each slice contributes to each applied step exactly once
-E3  nobody's step decreases, and no attempt goes back behind a step that was applied
+E3  no worker's step decreases, and no attempt goes back behind a step that was applied
 E4  only members contribute, all of them, and no incarnation is started twice
 E5  once faults stop, the run ends, and ends well; fewer workers than the lower bound take one step at most
 E6  one lineage: generations never repeat, are on disk before anyone enters them, and share a member with the one before

@@ -1,4 +1,4 @@
-"""A simulated agent: starts what is planned, kills what is not, passes generations on, reports how its host stands."""
+"""A simulated agent: starts what is planned, kills what is not, announces generations, reports its host's state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEARTBEAT_S = 3.0
 """A worker whose heart has not beaten for so long is killed."""
 GRACE_S = 5.0
 ALONE_S = 15.0
-"""An agent that has not heard the coordinator for so long ends its workers and itself."""
+"""An agent that has received nothing from the coordinator for so long ends its workers and itself."""
 
 
 class Agent:
@@ -76,14 +76,14 @@ class Agent:
             local=self.name == "a",
             master=("a", 1),
             generation=self._generation,
-            members=[self._word(worker) for worker in self.workers.values()],
+            members={incarnation: self._word(worker) for incarnation, worker in self.workers.items()},
             clear=clear,
             leaving=self._leaving,
             stop="preempt" if self.stopping else None,
             stop_signal=15 if self.stopping else 0,
             workers_wanted=self.wanted,
         )
-        self._world.send(self.name, "a", lambda: self._world.coordinator.hear(report))
+        self._world.send(self.name, "a", lambda: self._world.coordinator.receive(report))
         if self._leaving and clear:
             self.gone = True
 
@@ -94,8 +94,6 @@ class Agent:
         if status == "failed":
             end = WorkerEnd(rank=worker.slot, host=self.name, pid=worker.incarnation, kind="signal", signal=9)
         return MemberReport(
-            rank=worker.slot,
-            incarnation=worker.incarnation,
             status=status,
             pid=worker.incarnation,
             ended=not worker.alive,
@@ -196,6 +194,6 @@ class Agent:
         self._world.at(GRACE_S, lambda: self._kill(list(self.workers.values())))
 
     def vanish(self) -> None:
-        """Killed: its guard kills the workers, and nobody says a word."""
+        """Killed: its guard kills the workers, and no process sends a message."""
         self.gone = True
         self._kill(list(self.workers.values()))

@@ -1,4 +1,4 @@
-"""Where workers meet: a collective completes when every member of its generation has contributed, and for all or some.
+"""Collectives of the workers: one completes when every member of its generation has contributed, and for all or some.
 
 Nothing here knows how groups come about. A contribution names its generation and incarnation; those that do not belong
 are refused, and one that comes twice is taken once, unless the defects of this world say otherwise.
@@ -31,7 +31,7 @@ class DataPlane:
         self._rooms: dict[tuple[str, str], _Room] = {}
         self._aborted: set[str] = set()
         self._unfenced: dict[str, list[tuple[Worker, Any]]] = {}
-        """Without fencing: what anyone has given for a step, in whatever generation."""
+        """Without fencing: what workers have given for a step, in any generation."""
 
     def contribute(self, worker: Worker, generation: str, group: tuple[int, ...], what: str, value: Any) -> None:
         """Once this is complete, `worker.receive(generation, what, all values)` is called, unless it fails before."""
@@ -49,7 +49,7 @@ class DataPlane:
         if fenced and (worker.incarnation not in room.group or generation in self._aborted):
             self._world.note(Refused(self._world.now, worker.incarnation, generation))
             if generation in self._aborted:
-                self._tell(worker, generation, worker.agent.name)
+                self._send(worker, generation, worker.agent.name)
             return
         known = [other.incarnation for other, _ in room.given]
         if worker.incarnation in known and self._world.defects.deduplication:
@@ -81,9 +81,9 @@ class DataPlane:
         for agent in self._world.agents.values():
             for worker in agent.workers.values():
                 if worker.incarnation in group:
-                    self._tell(worker, generation, seen_from)
+                    self._send(worker, generation, seen_from)
 
-    def _tell(self, worker: Worker, generation: str, seen_from: str) -> None:
+    def _send(self, worker: Worker, generation: str, seen_from: str) -> None:
         def learn() -> None:
             if self._world.reach(seen_from, worker.agent.name):
                 worker.lose(generation)

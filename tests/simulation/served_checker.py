@@ -6,8 +6,8 @@ P3  a server that was killed begins with what it had committed, no more and no l
 P4  what is applied is what was written under that lease, whole; in sync, all servers apply the same
 P5  no filling of a row is leased twice
 P6  memory is bounded: rows, gradients that wait, steps seen out of order
-M   all meet after every epoch and for the same reason; nothing is applied beyond, and nothing while they do
-L   once faults stop, everything is applied everywhere, and everybody has met after the last step
+M   all synchronise after every epoch and for the same reason; nothing is applied beyond, and nothing while they do
+L   once faults stop, everything is applied everywhere, and all workers have synchronised after the last step
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .served_history import Committed, Died, Granted, History, Left, Met, Starte
 
 
 def violations(history: History) -> list[str]:
-    checks = (_once, _fresh, _restarts, _as_leased, _fillings, _bounded, _meetings, _undisturbed, _ends)
+    checks = (_once, _fresh, _restarts, _as_leased, _fillings, _bounded, _sync_points, _undisturbed, _ends)
     return [problem for check in checks for problem in check(history)]
 
 
@@ -98,23 +98,23 @@ def _bounded(history: History) -> Iterator[str]:
         yield f"P6: {history.waiting} gradients waited, {history.seen} steps were remembered"
 
 
-def _meetings(history: History) -> Iterator[str]:
+def _sync_points(history: History) -> Iterator[str]:
     reasons: dict[int, int] = {}
     last: dict[int, int] = {}
     for event in history.of(Met):
         if any(low != event.step or seen for low, seen in event.applied):
-            yield f"M: worker {event.worker} met after step {event.step} with {event.applied}"
+            yield f"M: worker {event.worker} synchronised after step {event.step} with {event.applied}"
         if reasons.setdefault(event.step, event.why) != event.why:
-            yield f"M: the meeting after step {event.step} is for {reasons[event.step]} and for {event.why}"
+            yield f"M: the sync point after step {event.step} is for {reasons[event.step]} and for {event.why}"
         if event.step <= last.get(event.worker, history.interval.first - 1):
-            yield f"M: worker {event.worker} met after step {event.step} again"
+            yield f"M: worker {event.worker} synchronised after step {event.step} again"
         last[event.worker] = event.step
     interval = history.interval
     ends = [
         step for step in range(interval.first, interval.last + 1) if interval.ends_epoch(step) or step == interval.last
     ]
     if history.ended_at is not None and (missed := set(ends) - reasons.keys()):
-        yield f"M: nobody met after {sorted(missed)}"
+        yield f"M: no worker synchronised after {sorted(missed)}"
 
 
 def _undisturbed(history: History) -> Iterator[str]:
@@ -131,4 +131,4 @@ def _undisturbed(history: History) -> Iterator[str]:
 
 def _ends(history: History) -> Iterator[str]:
     if history.ended_at is None:
-        yield "L: the course did not end"
+        yield "L: the interval did not end"

@@ -18,7 +18,7 @@ class Content(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a server took for a slice: as it was told, and as it found it. None: somebody was writing there."""
+    """What a server took for a slice: as it was reported, and as it found it. None: a worker was writing there."""
 
     held: Lease
     content: Content | None
@@ -54,7 +54,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Met:
-    """A worker was told to meet, and what each server had applied then."""
+    """A worker received a sync point, and what each server had applied then."""
 
     at: float
     worker: int

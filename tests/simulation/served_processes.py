@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .served_world import World
 
 ASK_EVERY_S = 0.1
-STAND_EVERY_S = 0.2
+REPORT_EVERY_S = 0.2
 
 
 class Forgetful(Shard):
@@ -35,7 +35,7 @@ class Memory:
 
     def __init__(self, world: World) -> None:
         self.low, self.seen = world.interval.first - 1, frozenset[int]()
-        self.minutes = LeaseTableState.before(world.interval.first)
+        self.table_state = LeaseTableState.before(world.interval.first)
         self.copies = [self.low] * (2 if world.ahead is None else 2 * (1 + world.ahead))
 
     def begin_copy(self, version: int) -> None:
@@ -77,10 +77,10 @@ class Server:
         self.shard = kind(
             world.interval, in_order=world.ahead is not None, low=self._memory.low, seen=self._memory.seen
         )
-        self.book: LeaseTable | None = None
-        self._standings: dict[int, ServerProgress] = {number: self.shard.standing()}
+        self.table: LeaseTable | None = None
+        self._progress: dict[int, ServerProgress] = {number: self.shard.standing()}
         self._living: tuple[int, ...] = ()
-        self._heard = 0
+        self._received = 0
         self._busy = False
         world.note(Started(world.now, number, self._memory.low, self._memory.seen))
         self._later(0.0, self._every_while)
@@ -89,21 +89,21 @@ class Server:
         self._world.at(delay_s, lambda: self.alive and action())
 
     def _every_while(self) -> None:
-        self._tell()
-        self._later(STAND_EVERY_S, self._every_while)
+        self._report()
+        self._later(REPORT_EVERY_S, self._every_while)
 
-    def _tell(self) -> None:
-        number, standing = self.number, self.shard.standing()
+    def _report(self) -> None:
+        number, progress = self.number, self.shard.standing()
         if number == 0:
-            self.stand(0, standing)
+            self.take_progress(0, progress)
         else:
-            self._world.send("server 0", lambda first: first.stand(number, standing))
+            self._world.send("server 0", lambda first: first.take_progress(number, progress))
 
     # ---- gradients ----
 
     def fill(self, contribution: SliceGradient, held: Lease) -> None:
-        if self.book is not None:
-            self.book.filled(held)
+        if self.table is not None:
+            self.table.filled(held)
         if not self.shard.fill(contribution) and self.shard.is_applied(held.step):
             self._acknowledge(contribution)
         self._world.history.waiting = max(self._world.history.waiting, len(self.shard.standing().has))
@@ -132,7 +132,7 @@ class Server:
             self.shard.drop(one)
         if gone:
             self._busy = False
-            self._tell()
+            self._report()
             self._work()
         return not gone
 
@@ -156,67 +156,69 @@ class Server:
         if self._world.ahead is None:
             for one in due:
                 self._acknowledge(one)
-        self._tell()
+        self._report()
         self._work()
 
     # ---- the first server's ----
 
-    def stand(self, server: int, standing: ServerProgress) -> None:
-        if self.book is not None:
-            self.book.stands(server, standing)
+    def take_progress(self, server: int, progress: ServerProgress) -> None:
+        if self.table is not None:
+            self.table.stands(server, progress)
         else:
-            self._standings[server] = standing
+            self._progress[server] = progress
             self._open()
 
     def know(self, number: int, living: tuple[int, ...]) -> None:
         """Who is there: from the agents, in order, and none from before this process began."""
-        if number <= self._heard:
+        if number <= self._received:
             return
-        self._heard, self._living = number, living
-        if self.book is not None:
-            self.book.lose(living)
+        self._received, self._living = number, living
+        if self.table is not None:
+            self.table.lose(living)
         else:
             self._open()
 
     def _open(self) -> None:
         world = self._world
-        if self.number or not self._heard or len(self._standings) < world.history.num_servers:
+        if self.number or not self._received or len(self._progress) < world.history.num_servers:
             return
-        self.book = LeaseTable(
+        self.table = LeaseTable(
             world.interval,
             world.rule,
-            [self._standings[server] for server in range(world.history.num_servers)],
+            [self._progress[server] for server in range(world.history.num_servers)],
             num_rows=world.history.num_rows,
             number=self.incarnation,
-            minutes=self._memory.minutes if world.defects.minutes else LeaseTableState.before(world.interval.first),
+            minutes=self._memory.table_state
+            if world.defects.table_state
+            else LeaseTableState.before(world.interval.first),
         )
-        self.book.lose(self._living)
+        self.table.lose(self._living)
         if world.defects.expecting:
-            self.book.expect(self._living)
+            self.table.expect(self._living)
 
     def left(self, worker: int, ticket: int) -> None:
         """It wants no more work, ever."""
-        if self.book is None or not self._world.defects.leaving:
+        if self.table is None or not self._world.defects.leaving:
             return
-        self.book.leave(worker)
-        self._memory.minutes = self.book.minutes
+        self.table.leave(worker)
+        self._memory.table_state = self.table.minutes
         if not self._world.dies_here(self):
             self._world.send(f"worker {worker}", lambda target: target.answered(ticket, 0, 0, None))
 
-    def asked(self, worker: int, of: int, ticket: int, met: int, wish: int, holding: tuple[Lease, ...]) -> None:
-        if self.book is None:
+    def asked(self, worker: int, of: int, ticket: int, met: int, request: int, holding: tuple[Lease, ...]) -> None:
+        if self.table is None:
             return
-        book, world = self.book, self._world
-        answer = book.ask(worker, of, ticket, met, wish, holding)
-        if book.minutes != self._memory.minutes:
-            self._memory.minutes = book.minutes
-        world.history.rows_used = max(world.history.rows_used, book.rows_used)
+        table, world = self.table, self._world
+        answer = table.ask(worker, of, ticket, met, request, holding)
+        if table.minutes != self._memory.table_state:
+            self._memory.table_state = table.minutes
+        world.history.rows_used = max(world.history.rows_used, table.rows_used)
         if isinstance(answer, LeaseGrant):
             world.note(Granted(world.now, worker, answer.held, answer.version))
-            book.soon(worker, world.soon)
+            table.soon(worker, world.soon)
         if not world.dies_here(self):
-            version = book.low
-            world.send(f"worker {worker}", lambda target: target.answered(ticket, book.number, version, answer))
+            version = table.low
+            world.send(f"worker {worker}", lambda target: target.answered(ticket, table.number, version, answer))
 
 
 class Worker:
@@ -224,9 +226,9 @@ class Worker:
         self._world, self.number, self.alive, self.has_left = world, number, True, False
         self.met = world.interval.first - 1
         self.inside: int | None = None
-        """The step after which it meets now."""
-        self.wish = world.random.choice([0, 1])
-        self._ticket, self._book, self._waits = 0, 0, False
+        """The step after which it synchronises now."""
+        self.request = world.random.choice([0, 1])
+        self._ticket, self._table, self._waits = 0, 0, False
         self._holding: dict[int, Lease] = {}
         self._filled: dict[int, SliceGradient] = {}
         self._applied: dict[int, set[int]] = {}
@@ -247,7 +249,7 @@ class Worker:
             self._world.rows[self._writing.row].leave(self._writing.filling)
 
     def break_off(self) -> None:
-        """Its loop is left: it says so until that was heard, and nothing else."""
+        """Its loop has ended: it says so until that was received, and nothing else."""
         self.has_left, self._waits = True, True
         self._stop_writing()
         self._say_that_it_leaves()
@@ -273,7 +275,7 @@ class Worker:
             self._send(filling)
         if not self.alive:
             return
-        said = self.number, self._book, self._ticket, self.met, self.wish, tuple(self._holding.values())
+        said = self.number, self._table, self._ticket, self.met, self.request, tuple(self._holding.values())
         self._world.send("server 0", lambda first: first.asked(*said))
 
     def _send(self, filling: int) -> None:
@@ -284,10 +286,10 @@ class Worker:
             if not self._world.dies_here(self):
                 self._world.send(f"server {server}", lambda target: target.fill(contribution, held))
 
-    def answered(self, ticket: int, book: int, version: int, answer: LeaseGrant | SyncPoint | None) -> None:
+    def answered(self, ticket: int, table: int, version: int, answer: LeaseGrant | SyncPoint | None) -> None:
         if ticket != self._ticket or not self._waits:
             return
-        self._waits, self._book = False, book
+        self._waits, self._table = False, table
         if self.has_left:
             return
         self._forget(held for held in self._holding.values() if held.step <= version)
@@ -295,7 +297,7 @@ class Worker:
             case LeaseGrant() if self._computing is None and answer.held.filling not in self._holding:
                 self._compute(answer)
             case SyncPoint():
-                self._meet(answer)
+                self._synchronise(answer)
 
     def applied(self, server: int, step: int) -> None:
         """Some filling of that step counts there."""
@@ -333,13 +335,13 @@ class Worker:
         self._send(held.filling)
         self._ask()
 
-    # ---- meetings ----
+    # ---- sync points ----
 
-    def _meet(self, meet: SyncPoint) -> None:
+    def _synchronise(self, meet: SyncPoint) -> None:
         world = self._world
         applied = tuple((memory.low, memory.seen) for memory in world.memories)
         world.note(Met(world.now, self.number, meet.step, meet.why, applied))
-        self.inside, self.wish = meet.step, 0
+        self.inside, self.request = meet.step, 0
         world.gather()
 
     def leave(self) -> None:
@@ -347,5 +349,5 @@ class Worker:
         self._world.note(Left(self._world.now, self.number, self.inside))
         self.met, self.inside = self.inside, None
         if self._world.random.random() < 0.1:
-            self.wish = self._world.random.randint(1, 3)
+            self.request = self._world.random.randint(1, 3)
         self._world.look_whether_all_is_done()

@@ -1,7 +1,7 @@
 """One simulated run with parameter servers: virtual clock, network and memory, and faults drawn from a seed.
 
-`Book` and `Shard` are the real ones; processes around them are `served_processes`. A message reaches the process that
-is there when it arrives, late, twice or never; but never two processes. Start reading at `run`.
+`LeaseTable` and `Shard` are the real ones, the processes around them `served_processes`. A message reaches the process
+that is there when it arrives, late, twice or never; but never two processes. Start reading at `run`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Defects:
     deduplication: bool = True
     """Servers know what they have applied."""
     fillings: bool = True
-    """Servers compare the number of a row's filling with what they were told."""
+    """Servers compare the number of a row's filling with what was reported to them."""
     expecting: bool = True
-    """A new book waits for what workers hold."""
-    minutes: bool = True
-    """A new book knows what the one before it had called and handed out."""
+    """A new lease table waits for what workers hold."""
+    table_state: bool = True
+    """A new lease table knows what the one before it had called and leased."""
     leaving: bool = True
     """Who leaves is not waited for."""
 
@@ -156,13 +156,13 @@ class World(Clock):
             self.at(self.random.uniform(0.1, 1.5), self._start_worker)
         self.gather()
 
-    # ---- meetings ----
+    # ---- sync points ----
 
     def _present(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.alive and not worker.has_left]
 
     def gather(self) -> None:
-        """A meeting is over when nobody who is there has yet to come."""
+        """A sync point is over when every worker that is there has reached it."""
         for step in {worker.inside for worker in self._present() if worker.inside is not None}:
             if all(worker.inside == step or worker.met >= step for worker in self._present()):
                 for worker in self._present():
@@ -188,7 +188,7 @@ class World(Clock):
             self.at(self.random.uniform(0.05, TROUBLE_S), self._one_fault)
 
     def _one_fault(self) -> None:
-        kind = self.random.choice(["worker", "worker", "server", "first", "several", "wish", "join", "leave"])
+        kind = self.random.choice(["worker", "worker", "server", "first", "several", "request", "join", "leave"])
         servers = [server for server in self.servers.values() if server.alive]
         if kind in ("worker", "several"):
             for worker in self.random.sample(self._present(), min(len(self._present()), self.random.randint(1, 2))):
@@ -198,10 +198,10 @@ class World(Clock):
                 self._kill_server(server)
         if kind == "first":
             self._kill_server(self.servers[0])
-        if kind == "wish":
+        if kind == "request":
             for worker in self._present()[:1]:
-                worker.wish = self.random.randint(1, 3)
-                self.note(Fault(self.now, "wish"))
+                worker.request = self.random.randint(1, 3)
+                self.note(Fault(self.now, "request"))
         if kind == "leave" and len(self._present()) > 1:
             worker = self.random.choice(self._present())
             self.note(Fault(self.now, f"worker {worker.number} leaves"))

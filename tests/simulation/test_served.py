@@ -19,7 +19,7 @@ WITHIN = 300
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_every_slice_counts_once_on_every_server_whoever_dies(chunk):
+def test_every_slice_counts_once_on_every_server_under_kills(chunk):
     for seed in range(chunk * SEEDS_EACH, (chunk + 1) * SEEDS_EACH):
         problems = violations(run(seed))
         assert not problems, f"python -m tests.simulation --served --seed {seed}\n" + "\n".join(problems[:5])
@@ -39,16 +39,16 @@ def times_handed_out(history: History) -> list[int]:
 def test_the_weather_is_bad_enough():
     histories = [run(seed) for seed in range(1000, 1060)]
     faults = [fault.what for history in histories for fault in history.of(Fault)]
-    for word in ("kill worker", "kill server 0", "kill server 1", "kill server 2", "wish", "join", "leaves"):
+    for word in ("kill worker", "kill server 0", "kill server 1", "kill server 2", "request", "join", "leaves"):
         assert any(word in fault for fault in faults)
-    books = [
+    tables = [
         event.server == 0 and event.at > 0 and history.interval.first <= event.low < history.interval.last
         for history in histories
         for event in history.of(Started)
     ]
-    assert sum(books) > 20, "the first server is lost in the middle of a course"
+    assert sum(tables) > 20, "the first server is lost in the middle of an interval"
     assert sum(times > 1 for history in histories for times in times_handed_out(history)) > 50
-    assert any(event.why for history in histories for event in history.of(Met)), "meetings are asked for"
+    assert any(event.why for history in histories for event in history.of(Met)), "sync points are requested"
     assert {history.ahead for history in histories} == {0, 1, 3, None}
     assert any(history.backups for history in histories)
     assert any(history.seen for history in histories), "in async, steps are applied out of order"
@@ -60,11 +60,11 @@ def test_the_weather_is_bad_enough():
         (Defects(deduplication=False), "P1"),
         (Defects(fillings=False), "P4"),
         (Defects(expecting=False), "P4"),
-        (Defects(minutes=False), "M"),
+        (Defects(table_state=False), "M"),
         (Defects(leaving=False), "L"),
     ],
     ids=[
-        *("duplicates are applied", "fillings are not compared", "holdings are not awaited", "minutes are not kept"),
+        *("duplicates are applied", "fillings are not compared", "leases are not awaited", "the table is not kept"),
         "leases are not given back",
     ],
 )
@@ -74,7 +74,7 @@ def test_the_checker_sees_what_happens_when(defects, promise):
 
 # ---- the checker itself: one lie each ----------------------------------------------------------------------------
 
-COURSE = Interval(call=1, first=1, last=2, start_row=0, num_rows=4, batch_size=4, slices=2, whole=False)
+INTERVAL = Interval(call=1, first=1, last=2, start_row=0, num_rows=4, batch_size=4, slices=2, whole=False)
 
 
 def part(step: int, place: int, **more) -> Part:
@@ -94,16 +94,16 @@ def met(step: int, low: int | None = None, why: int = 0, worker: int = 7) -> Met
     return Met(2.0, worker, step, why, ((step if low is None else low, frozenset()),))
 
 
-def told(*events, **more) -> str:
+def violations_of(*events, **more) -> str:
     fields = {"ahead": 0, "backups": 0, "num_servers": 1, "num_rows": 2, "ended_at": 9.0, **more}
-    return " ".join(violations(History(0, COURSE, events=[*grants(), *events], **fields)))
+    return " ".join(violations(History(0, INTERVAL, events=[*grants(), *events], **fields)))
 
 
 HONEST = [commit(1), met(1), Left(3.0, 7, 1), commit(2), met(2)]
 
 
 def test_an_honest_history_passes():
-    assert told(*HONEST) == ""
+    assert violations_of(*HONEST) == ""
 
 
 @pytest.mark.parametrize(
@@ -123,24 +123,24 @@ def test_an_honest_history_passes():
         ([commit(1), met(1, low=0), *HONEST[2:]], "M"),
         ([commit(1), met(1), met(1, why=2, worker=8), *HONEST[2:]], "M"),
         ([commit(1), met(1), commit(2), met(2)], "M: server 0 applied step 2 while"),
-        ([commit(1), commit(2), met(2)], "M: nobody met after [1]"),
+        ([commit(1), commit(2), met(2)], "M: no worker synchronised after [1]"),
         ([*HONEST, met(2)], "again"),
     ],
 )
 def test_the_checker_sees_each_lie(events, promise):
-    assert promise in told(*events)
+    assert promise in violations_of(*events)
 
 
 def test_the_checker_sees_memory_that_grows():
-    assert "P6" in told(*HONEST, rows_used=3)
-    assert "P6" in told(*HONEST, waiting=3)
-    assert "P6" in told(*HONEST, seen=1)
-    assert "P6" in told(*HONEST, ahead=None, seen=3)
+    assert "P6" in violations_of(*HONEST, rows_used=3)
+    assert "P6" in violations_of(*HONEST, waiting=3)
+    assert "P6" in violations_of(*HONEST, seen=1)
+    assert "P6" in violations_of(*HONEST, ahead=None, seen=3)
 
 
 def test_the_checker_sees_a_run_that_never_ends():
-    assert "L" in told(*HONEST, ended_at=None)
+    assert "L" in violations_of(*HONEST, ended_at=None)
 
 
-def test_whoever_dies_in_a_meeting_does_not_hold_it_up():
-    assert told(commit(1), met(1), Died(3.0, 7), commit(2), met(2, worker=8)) == ""
+def test_a_worker_that_dies_at_a_sync_point_does_not_hold_it_up():
+    assert violations_of(commit(1), met(1), Died(3.0, 7), commit(2), met(2, worker=8)) == ""

@@ -17,7 +17,7 @@ def troubled(seeds: range, defects: Defects | None = None) -> list[History]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_no_promise_is_broken_whatever_dies_hangs_or_goes_missing(chunk):
+def test_no_promise_is_broken_when_processes_die_hang_or_go_missing(chunk):
     for history in troubled(range(chunk * SEEDS_EACH, (chunk + 1) * SEEDS_EACH)):
         problems = violations(history)
         assert not problems, f"python -m tests.simulation --seed {history.seed}\n" + "\n".join(problems[:5])
@@ -43,7 +43,7 @@ def test_the_weather_is_bad_enough():
         "stop",
         "leave agent",
         "lose agent",
-        "apart",
+        "abort",
     ):
         assert word in faults
     kinds = [type(event) for history in histories for event in history.events]
@@ -89,7 +89,7 @@ def test_without_syncing_a_generation_is_forgotten_and_the_checker_sees_it():
 # ---- the checker itself: one lie each ----------------------------------------------------------------------------
 
 
-def told(*events, **more) -> str:
+def violations_of(*events, **more) -> str:
     fields = {"seed": 0, "least": 2, "num_slices": 2, "num_steps": 1, "ended_at": 9.0, "exit_code": 0}
     history = History(**{**fields, **more})
     history.events += [Generation(0.0, "1.1", 1, (1, 2), False), *events]
@@ -103,7 +103,7 @@ def applied(incarnation: int, step: int, **more) -> Applied:
 
 
 def test_an_honest_history_passes():
-    assert told(applied(1, 1), applied(2, 1)) == ""
+    assert violations_of(applied(1, 1), applied(2, 1)) == ""
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_an_honest_history_passes():
     ],
 )
 def test_the_checker_sees_each_lie(events, promise):
-    assert promise in told(*events)
+    assert promise in violations_of(*events)
 
 
 def test_the_checker_sees_a_run_that_never_ends():
-    assert "E5" in told(applied(1, 1), ended_at=None, exit_code=None)
+    assert "E5" in violations_of(applied(1, 1), ended_at=None, exit_code=None)
 
 
 def test_the_checker_sees_a_run_that_ends_as_if_stopped():
-    assert "E5" in told(applied(1, 1), exit_code=75)
-    assert "E5" in told(applied(1, 1), exit_code=143)
-    assert "E5" in told(applied(1, 1), exit_code=4)
+    assert "E5" in violations_of(applied(1, 1), exit_code=75)
+    assert "E5" in violations_of(applied(1, 1), exit_code=143)
+    assert "E5" in violations_of(applied(1, 1), exit_code=4)

@@ -1,4 +1,4 @@
-"""A simulated worker: it steps in its group, drops it at the first error, goes over to a newer one, and offers itself.
+"""A simulated worker: it steps in its group, drops it at the first error, switches to a newer one, and offers itself.
 
 Its state is a step and a digest of everything that went into it. A step changes both in one place, when a collective
 that every member contributed to has come back.
@@ -40,11 +40,11 @@ class Worker:
         self.generation = ""
         self.group: tuple[int, ...] = ()
         self.offers = 0
-        # A newcomer looks like a worker at the very start: only the coordinator knows that it has no state of its own.
+        # A newcomer looks like a worker at the very start: only the coordinator knows that it has no state.
         self.step, self.digest, self.level = 0, 0, not joining
         self._booted = self._broken = False
         self.stranded = False
-        """Its group came apart, and it waits for a newer one."""
+        """An exchange of its group failed, and it waits for a newer one."""
         self._newest: HostPlan | None = None
         self._moment = 0
         if not joining:
@@ -54,7 +54,7 @@ class Worker:
     # ---- life and death ----
 
     def _later(self, delay_s: float, action: Any) -> None:
-        """Unless it dies, or does something else meanwhile; a process that hangs does it when it goes on."""
+        """Unless it dies, or does something else meanwhile; a process that hangs does it when it continues."""
         self._moment += 1
         self._world.at(delay_s, lambda moment=self._moment: self._if_still(moment, action))
 
@@ -71,9 +71,9 @@ class Worker:
 
     def hang(self, seconds: float) -> None:
         self.hanging = True
-        self._world.at(seconds, self._go_on)
+        self._world.at(seconds, self._continue)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         self.hanging = False
 
     def asked_to_stop(self) -> None:
@@ -124,13 +124,13 @@ class Worker:
         self._regroup()
 
     def offer(self) -> None:
-        """Ready, in the call that the run is in, as last heard. Asked again whenever that changes."""
+        """Ready, in the call that the run is in, as last received. Asked again whenever that changes."""
         if self.alive and self._booted and self.joining and self.agent.run_call:
             self.offers = self.agent.run_call
             self.agent.report_soon()
 
     def _regroup(self) -> None:
-        """Go over to the newest generation, if it is newer than this worker's own; else wait for one."""
+        """Switch to the newest generation, if it is newer than this worker's; else wait for one."""
         plan = self._newest
         if plan is None or (self.generation and number(plan.generation) <= number(self.generation)):
             return
@@ -143,7 +143,7 @@ class Worker:
         self._broken = self.stranded = self.joining = False
         self._world.note(Entered(self._world.now, self.incarnation, self.generation))
         self.agent.report_soon()
-        self._give("meet", (self.step, self.digest))
+        self._give("enter", (self.step, self.digest))
 
     def _give(self, what: str, value: Any) -> None:
         self._world.plane.contribute(self, self.generation, self.group, what, value)
@@ -151,7 +151,7 @@ class Worker:
     def receive(self, generation: str, what: str, values: list[tuple[int, Any]]) -> None:
         if not self.alive or self._broken or generation != self.generation:
             return
-        if what == "meet":
+        if what == "enter":
             self._later(0.001, lambda: self._level([value for _, value in values]))
         else:
             self._later(0.001, lambda: self._apply(int(what), values))
@@ -178,8 +178,8 @@ class Worker:
         plan = self._newest
         # Too few finish the step that they have begun, and wait for others.
         later = (plan is not None and number(plan.generation) > number(self.generation)) or self.too_few
-        # The chief's word makes all members go over, or end, after the same step.
-        word = "" if rank else "stop" if self.agent.stopping else "go over" if later else ""
+        # The chief's message makes all members switch generation, or end, after the same step.
+        word = "" if rank else "stop" if self.agent.stopping else "switch" if later else ""
         self._give(str(self.step + 1), (mine, word))
 
     @property
@@ -207,7 +207,7 @@ class Worker:
             self._save()
         if "stop" in said:
             self._later(0.02, self._leave)
-        elif "go over" in said:
+        elif "switch" in said:
             self._broken = True
             self._later(0.001, self._regroup)
         else:

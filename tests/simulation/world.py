@@ -56,7 +56,7 @@ class World(Clock):
         self.checkpoint, self.checkpoint_generation = (0, 0), (0, 0)
         self.loss = self.random.choice([0.0, 0.0, 0.1, 0.3])
         self.cut: set[str] = set()
-        """Hosts that reach nobody else."""
+        """Hosts that reach no other host."""
         self.deaf: set[str] = set()
         """Hosts that orders do not reach, while their workers reach each other."""
         self.mute: set[str] = set()
@@ -108,7 +108,7 @@ class World(Clock):
                 "agent",
                 "leave",
                 "stop",
-                "apart",
+                "abort",
             ]
         )
         {
@@ -122,7 +122,7 @@ class World(Clock):
             "stop": self._stop,
             "agent": lambda: self._lose_agent(leaving=False),
             "leave": lambda: self._lose_agent(leaving=True),
-            "apart": self._come_apart,
+            "abort": self._abort_exchange,
         }[kind]()
 
     def fault(self, what: str) -> None:
@@ -145,11 +145,11 @@ class World(Clock):
             self.fault(f"hang {victim.incarnation}")
             victim.hang(self.random.uniform(0.5, 6.0))
 
-    def _come_apart(self) -> None:
+    def _abort_exchange(self) -> None:
         """Some connection between members breaks, and all of them live."""
         if members := [worker for worker in self._processes() if worker.generation]:
             worker = self.random.choice(members)
-            self.fault(f"apart {worker.generation}")
+            self.fault(f"abort {worker.generation}")
             self.plane.abort(worker.generation, worker.group, worker.agent.name)
 
     def _isolate(self, which: set[str], word: str) -> None:
@@ -220,7 +220,7 @@ class Coordinator:
 
         return tick
 
-    def hear(self, report: HostReport) -> None:
+    def receive(self, report: HostReport) -> None:
         if self.up:
             self._where.add(report.agent)
             self._apply(*react(self.state, ReportReceived(report=report), self._world.now))
@@ -236,9 +236,9 @@ class Coordinator:
                 case Persist(state=durable):
                     self._write(durable)
                 case SendOrders(agent=agent) if agent in self._where:
-                    self._tell(agent, orders_for(state, agent, self._world.now))
+                    self._send(agent, orders_for(state, agent, self._world.now))
 
-    def _tell(self, name: str, orders: Orders) -> None:
+    def _send(self, name: str, orders: Orders) -> None:
         agent = self._world.agents[name]
         self._world.send("a", name, lambda: agent.obey(orders))
         if orders.do == "end" and name == "a":

@@ -62,7 +62,7 @@ def test_tf_config_is_read_as_tensorflow_reads_it():
     assert task.cluster == ClusterSpec(FULL)
 
 
-def test_an_evaluator_may_stand_outside_the_cluster():
+def test_an_evaluator_may_be_outside_the_cluster():
     task = from_tf_config(tf_config({"chief": ["c:1"]}, "evaluator", 0))
     assert (task.trains, task.address) == (False, None)
 
@@ -94,7 +94,7 @@ BROKEN = {
     "port text": (tf_config({"worker": ["a:http"]}), 'not "http"'),
     "twice": (tf_config({"worker": ["a:1", "b:1"], "ps": ["a:1"]}), '"ps"[0] and "worker"[0] have the same address'),
     "two chiefs": (tf_config({"chief": ["a:1", "b:1"]}, "chief"), '"chief" has 2 addresses'),
-    "nobody trains": (tf_config({"ps": ["a:1"]}, "ps"), "neither a chief nor a worker"),
+    "no worker": (tf_config({"ps": ["a:1"]}, "ps"), "neither a chief nor a worker"),
     "no task": (json.dumps({"cluster": FULL}), 'no "task"'),
     "task a list": (json.dumps({"cluster": FULL, "task": []}), '"task" is a list'),
     "no type": (json.dumps({"cluster": FULL, "task": {"index": 0}}), '"task" has no "type"'),

@@ -27,7 +27,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, ("mpirun", 0, 2, None)),
         ({"PMIX_RANK": "1"}, ("the MPI launcher", 1, 2, None)),
         ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1"}, ("flux run", 1, 2, None)),
-        # One task of srun that starts two of its own.
+        # One task of srun that starts two tasks.
         (STEP | {"SLURM_STEP_NUM_TASKS": "1"} | OPEN_MPI, ("mpirun", 3, 4, 2)),
     ],
 )
@@ -52,7 +52,7 @@ def test_the_only_task_is_like_any_process(environ):
     refuse_one_run_per_task(engine_task(environ))
 
 
-def test_who_would_train_once_per_task_is_told_what_to_type():
+def test_a_script_that_would_train_once_per_task_is_refused_with_what_to_type():
     with pytest.raises(UsageError, match="srun started this command in 2 tasks") as caught:
         refuse_one_run_per_task(engine_task(STEP))
     assert caught.value.exit_code == 2

@@ -50,7 +50,7 @@ def test_each_source_wins_over_the_ones_before_it_and_is_named(config):
     assert origins["train.exact"] == "default"
 
 
-def test_a_flag_that_overrides_the_script_is_told_and_one_that_agrees_is_not():
+def test_a_flag_that_overrides_the_script_is_reported_and_one_that_agrees_is_not():
     resolved = resolve(environ={}, arguments={"seed": 1, "slices": 4}, flags={"run.seed": 2, "train.slices": 4})
     assert resolved.overrides == ["--seed 2 overrides seed=1 in the script."]
     assert resolved.flags() == {"run.seed": 2, "train.slices": 4}
@@ -224,7 +224,7 @@ def test_elastic_settings_that_cannot_work_are_refused(given, says, fix):
     assert error.fix[0] == fix
 
 
-def test_every_setting_has_a_name_of_its_own():
+def test_no_two_settings_have_the_same_name():
     names = [
         field.name for section in msgspec.structs.fields(RunSpec) for field in msgspec.structs.fields(section.type)
     ]

@@ -24,7 +24,7 @@ def test_without_a_number_there_is_a_worker_per_accelerator_else_one():
     assert from_settings(LaunchSection(workers=3), GPUS).workers == 3
 
 
-def test_an_elastic_run_starts_with_as_many_as_it_may_have_unless_told():
+def test_an_elastic_run_starts_with_its_most_workers_unless_a_number_is_given():
     elastic = LaunchSection(elastic=(2, 6))
     assert from_settings(elastic, CPUS).workers == 6
     assert from_settings(LaunchSection(elastic=(2, 6), workers=3), CPUS).workers == 3
@@ -54,7 +54,7 @@ def test_torchruns_flags_without_a_number_start_one_worker():
     assert from_torchrun({"standalone": True, "nnodes": "4"}, NONE_ASKED, GPUS).num_hosts == 1
 
 
-def test_static_nodes_meet_at_the_master_address():
+def test_static_nodes_connect_to_the_master_address():
     zero = from_torchrun({"nnodes": "2"}, NONE_ASKED, CPUS)
     assert (zero.host_rank, zero.coordinates, zero.master) == (0, True, ("127.0.0.1", 29500))
     assert not zero.beyond_loopback
@@ -114,7 +114,7 @@ def test_a_lone_trainer_shows_waiting_tasks_that_the_run_lasts():
     assert (placed.announce, placed.listen) == (("127.0.0.1", 1), None)
 
 
-def test_one_host_listens_to_nobody_and_says_so():
+def test_a_run_on_one_host_does_not_listen_and_says_so():
     placed = from_settings(LaunchSection(listen="10.0.0.1"), CPUS)
     assert placed.listen is None
     assert "--listen is ignored" in placed.notes[0]

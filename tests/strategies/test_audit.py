@@ -12,7 +12,7 @@ from manyhands.errors import Diverged
 from manyhands.events import WrongGradientFound
 from manyhands.native import why_not
 from manyhands.testing import RankPool
-from tests.strategies.test_checking import flip, same, told
+from tests.strategies.test_checking import events_of, flip, same
 from tests.training.workloads import data, make_trainer, weights_of
 
 PLANES = [
@@ -49,7 +49,7 @@ def train(wrong: tuple[int, int, str] | None = None, **arguments: Any) -> dict[s
     except Diverged as raised:
         error = str(raised)
     events = list(trainer._run.worker.session.events)
-    return {"weights": weights_of(trainer), "moments": {}, "error": error, "told": events, "step": trainer.step}
+    return {"weights": weights_of(trainer), "moments": {}, "error": error, "events": events, "step": trainer.step}
 
 
 def audited(wrong: tuple[int, int, str] | None, exact: bool = True) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_looking_changes_nothing(ranks: RankPool, plane: str, world_size: int) -
     (alone,) = ranks(1, unaudited, None)
     for result in ranks(world_size, audited, None, flags={"comm.plane": plane}):
         assert result["error"] == "" and same(result, alone)
-        assert not told(result, WrongGradientFound)
+        assert not events_of(result, WrongGradientFound)
 
 
 @pytest.mark.parametrize("plane", PLANES)
@@ -76,26 +76,26 @@ def test_of_three_workers_the_one_with_a_wrong_bit_is_named(ranks: RankPool, pla
     for result in results:
         assert f"finds that rank {rank} on " in result["error"]
         assert 3 <= result["step"] < 11, "two of three slices are computed by it, or judged by it"
-    (found,) = told(results[0], WrongGradientFound)
+    (found,) = events_of(results[0], WrongGradientFound)
     assert (found.ranks, found.replaced, found.step) == ([rank], False, results[0]["step"] + 1)
 
 
 def test_of_two_workers_the_one_that_does_not_repeat_itself_is_named(ranks: RankPool) -> None:
     results = ranks(2, audited, (1, 4, "fickle"))
-    assert told(results[0], WrongGradientFound)[0].ranks == [1]
+    assert events_of(results[0], WrongGradientFound)[0].ranks == [1]
     assert all("Computed once more, it seems that rank 1 on " in result["error"] for result in results)
     assert results[0]["step"] == 3, "of two, every slice is computed by it"
 
 
 def test_of_two_that_repeat_themselves_both_are_named(ranks: RankPool) -> None:
     results = ranks(2, audited, (1, 4, "steady"))
-    assert told(results[0], WrongGradientFound)[0].ranks in ([0, 1], [1, 0])
+    assert events_of(results[0], WrongGradientFound)[0].ranks in ([0, 1], [1, 0])
     assert all("it cannot be decided which is right" in result["error"] for result in results)
 
 
 def test_without_exact_large_errors_are_found_and_one_bit_is_not(ranks: RankPool) -> None:
     results = ranks(3, audited, (1, 4, "large"), False)
-    assert told(results[0], WrongGradientFound)[0].ranks == [1]
+    assert events_of(results[0], WrongGradientFound)[0].ranks == [1]
     assert all(result["error"] == "" for result in ranks(3, audited, (1, 4, "steady"), False))
 
 

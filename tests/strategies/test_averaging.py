@@ -1,4 +1,4 @@
-"""Workers that train weights of their own: what they come to, against loops by hand in one process."""
+"""Local SGD: the weights of all workers against loops by hand in one process."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_batch_statistics_are_averaged_and_all_else_works_as_usual(ranks: RankPo
     assert first["weights"]["1.running_mean"].any()
 
 
-def test_a_worker_without_a_slice_takes_part(ranks: RankPool) -> None:
+def test_a_worker_without_a_slice_joins_the_averaging(ranks: RankPool) -> None:
     results = ranks(3, train_averaged, {"every": 2, "rule": "weighted"}, {"rows": 49, "slices": 6})
     for other in results[1:]:
         assert_same(results[0], other)
@@ -331,8 +331,8 @@ def refused(local_sgd: dict[str, Any], arguments: dict[str, Any]) -> str:
 def test_what_cannot_work_is_refused_with_what_to_type(
     ranks: RankPool, local_sgd: dict[str, Any], arguments: dict[str, Any], words: str
 ) -> None:
-    (told,) = ranks(1, refused, local_sgd, arguments)
-    assert words in told
+    (error,) = ranks(1, refused, local_sgd, arguments)
+    assert words in error
 
 
 def test_diloco_is_a_name_for_it() -> None:

@@ -1,4 +1,4 @@
-"""Runs of workers with weights of their own stop within a round, and go on: with as many workers, or with others."""
+"""Local SGD runs stop within a round and resume, with as many workers, or with others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_run_that_stopped_within_a_round_ends_where_it_would_have(ranks: RankP
 
 
 def start_and_stop(run_dir: str, way: dict[str, Any]) -> dict[str, Any]:
-    """What a run goes on with, seen before it takes another step."""
+    """The state that a run resumes with, before it takes another step."""
     trainer = make_trainer("dropout and BatchNorm", "AdamW", strategy=mh.LocalSGD(**way), slices=6, run_dir=run_dir)
     trainer._run.ready()
     states = trainer.optimizer.state_dict()["state"]
@@ -86,7 +86,7 @@ def other_way(run_dir: str, way: dict[str, Any] | None) -> str:
 
 
 @pytest.mark.parametrize("way", [None, {"every": 3, "outer": "nesterov"}], ids=["mirrored", "another period"])
-def test_a_run_does_not_go_on_in_another_way(ranks: RankPool, tmp_path: Path, way: dict[str, Any] | None) -> None:
+def test_a_run_does_not_resume_in_another_way(ranks: RankPool, tmp_path: Path, way: dict[str, Any] | None) -> None:
     ranks(1, stopped_at, str(tmp_path), WAYS["DiLoCo"], 6, run_dir=tmp_path)
-    (told,) = ranks(1, other_way, str(tmp_path), way, run_dir=tmp_path)
-    assert "averaging" in told and "--run-dir NEW" in told
+    (error,) = ranks(1, other_way, str(tmp_path), way, run_dir=tmp_path)
+    assert "averaging" in error and "--run-dir NEW" in error

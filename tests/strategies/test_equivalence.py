@@ -9,6 +9,7 @@ import pytest
 
 from manyhands.testing import RankPool
 from tests.training.workloads import train
+from tests.variants import variants
 
 
 def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
@@ -46,7 +47,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    variants(
+        CASES,
+        "momentum, Nesterov and weight decay",
+        "convolutions with BatchNorm",
+        "a weighted loss",
+        "bf16",
+        "LBFGS",
+        "slices that do not divide by the workers",
+    ),
+)
 def test_two_and_three_workers_end_where_one_process_ends(ranks: RankPool, case: str) -> None:
     arguments = {"slices": 6, **CASES[case]}
     (alone,) = ranks(1, train_kwargs, arguments)
@@ -59,7 +71,9 @@ def test_two_and_three_workers_end_where_one_process_ends(ranks: RankPool, case:
         assert results[0]["steps"] == alone["steps"]
 
 
-@pytest.mark.parametrize("model", ["plain", "dropout and BatchNorm", "convolutional"])
+@pytest.mark.parametrize(
+    "model", variants(["plain", "dropout and BatchNorm", "convolutional"], "dropout and BatchNorm")
+)
 def test_exact_gives_the_same_bits_for_every_number_of_workers(ranks: RankPool, model: str) -> None:
     arguments = {"slices": 5, "exact": True, "model": model, "optimizer": "AdamW", "clip_norm": 1.0}
     (alone,) = ranks(1, train_kwargs, arguments)

@@ -247,7 +247,7 @@ def test_a_metric_that_fits_or_cannot_be_asked_yet_is_left_alone() -> None:
     assert "'by token' returned a tensor of shape (12, 7)" in said
 
 
-def test_rows_are_cut_out_of_whatever_a_collate_function_makes() -> None:
+def test_rows_are_cut_out_of_anything_a_collate_function_makes() -> None:
     x = torch.arange(8).view(4, 2)
     cut = rows_between({"x": x, "more": (x, [x.numpy()]), "names": ["a", "b", "c", "d"], "none": None}, 4, 1, 3)
     assert cut["x"].tolist() == cut["more"][1][0].tolist() == [[2, 3], [4, 5]]

@@ -1,4 +1,4 @@
-"""Training with gradients that travel as bf16 or int8: replicas stay equal, runs go on, and the result is as good."""
+"""Training with gradients that travel as bf16 or int8: replicas stay equal, runs resume, and the result is as good."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from manyhands.checkpoint.reader import load, newest_valid
 from manyhands.errors import CheckpointMismatch, Preempted
 from manyhands.testing import RankPool
 from tests.training.workloads import FEATURES, MODELS, OPTIMIZERS, data, make_trainer, mean_loss, weights_of
+from tests.variants import variants
 
 Weights = dict[str, np.ndarray]
 LOSSY = ("bf16", "int8")
+LONG = pytest.mark.long
 
 
 class WithUnusedParameter(nn.Module):
@@ -49,9 +51,9 @@ def train_with_unused(reducer: str) -> Weights:
     return weights_of(trainer)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=LONG), 3, pytest.param(5, marks=LONG)])
 def test_replicas_are_bitwise_equal_and_near_the_exact_ones(ranks: RankPool, world_size: int) -> None:
-    """Momentum, weight decay, clipping, accumulation, a short last batch, and a parameter that nobody uses."""
+    """Momentum, weight decay, clipping, accumulation, a short last batch, and an unused parameter."""
     exact = ranks(world_size, train_with_unused, "exact")[0]
     for reducer in LOSSY:
         first, *others = ranks(world_size, train_with_unused, reducer)
@@ -94,17 +96,17 @@ def train(run_dir: str, model: str, reducer: str, how: str | None, at: int = 0) 
     ("reducer", "model", "how"),
     [
         ("int8", "unused parameter", "preempted"),
-        ("int8", "unused parameter", "failed"),
+        pytest.param("int8", "unused parameter", "failed", marks=LONG),
         ("int8", "dropout and BatchNorm", "failed"),
-        ("bf16", "unused parameter", "preempted"),
+        pytest.param("bf16", "unused parameter", "preempted", marks=LONG),
     ],
 )
-def test_a_run_goes_on_as_if_it_had_not_stopped(
+def test_a_resumed_run_is_as_if_it_had_not_stopped(
     ranks: RankPool, tmp_path: Path, reducer: str, model: str, how: str
 ) -> None:
     """Preempted, it saves where it stopped; failed in step 5, it has the checkpoint that all agreed on after step 3.
 
-    A parameter that nobody uses is last in the order that the run settles on, but not in the one that it begins with.
+    An unused parameter is last in the order that the run settles on, but not in the one that it begins with.
     """
     undisturbed = ranks(2, train, str(tmp_path / "one"), model, reducer, None, run_dir=tmp_path / "one")[0]
     home = tmp_path / "two"
@@ -145,9 +147,9 @@ def train_on_hosts(run_dir: str, reducer: str, how: str | None, at: int = 0) -> 
     return weights_of(trainer), shared
 
 
-@pytest.mark.parametrize("reducer", LOSSY)
-def test_hosts_share_memory_inside_and_go_on_after_a_stop(ranks: RankPool, tmp_path: Path, reducer: str) -> None:
-    """Two workers on each of two hosts, with a parameter that nobody uses, and another set of trained ones half-way."""
+@pytest.mark.parametrize("reducer", variants(LOSSY, "int8"))
+def test_hosts_share_memory_inside_and_resume_after_a_stop(ranks: RankPool, tmp_path: Path, reducer: str) -> None:
+    """Two workers on each of two hosts, with an unused parameter, and another set of trained ones half-way."""
 
     def run(name: str, kind: str, how: str | None, at: int = 0) -> list[Weights]:
         home = tmp_path / name
@@ -170,7 +172,7 @@ def test_hosts_share_memory_inside_and_go_on_after_a_stop(ranks: RankPool, tmp_p
         assert_same(undisturbed, weights)
 
 
-def test_another_number_of_workers_goes_on_with_what_is_owed(ranks: RankPool, tmp_path: Path) -> None:
+def test_another_number_of_workers_resumes_with_the_residuals(ranks: RankPool, tmp_path: Path) -> None:
     lives = [
         ranks(workers, train, str(tmp_path), "plain", "int8", how, at, run_dir=tmp_path)
         for workers, how, at in ((3, "preempted", 3), (2, "preempted", 6), (1, None, 0))
@@ -223,7 +225,7 @@ def own_loop(run_dir: str, stop_after: int | None) -> tuple[Weights, int]:
     return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}, hands.steps_done
 
 
-def test_a_loop_of_one_s_own_saves_with_the_next_step_and_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_user_loop_saves_with_the_next_step_and_resumes(ranks: RankPool, tmp_path: Path) -> None:
     undisturbed = ranks(3, own_loop, str(tmp_path / "one"), None, run_dir=tmp_path / "one")[0]
     assert undisturbed[1] == 12
     home = tmp_path / "two"

@@ -54,7 +54,7 @@ class Record:
         self.in_steps += self._in_step and phase == "start"
 
 
-def test_garbage_of_steps_that_workers_take_by_themselves_does_not_pile_up() -> None:
+def test_garbage_of_local_steps_does_not_pile_up() -> None:
     garbage, alive, most = GarbageCollection(manage=True), weakref.WeakSet[Knot](), 0
     garbage.begin()
     for _ in range(60):
@@ -98,7 +98,7 @@ def test_the_collector_never_runs_inside_a_step_and_is_back_between_them(ranks: 
 
 
 def test_a_model_that_leaves_cycles_holds_no_more_of_them_than_python_would(ranks: RankPool) -> None:
-    (found,) = ranks(1, train, 5, 300)  # 4500 in all, each with a graph of its own
+    (found,) = ranks(1, train, 5, 300)  # 4500 in all, each with another graph
     assert 0 < len(found["collected"]) < 100
     # Python begins to collect when 700 objects are new. Ours comes at the end of that step or the next.
     assert found["most_alive"] < gc.get_threshold()[0] + 40

@@ -100,7 +100,7 @@ def test_a_loop_by_hand_ends_where_the_trainer_ends(ranks: RankPool, world_size:
         assert result["gathered"] == [[r] * (r + 1) for r in range(world_size)]
 
 
-def test_loops_may_differ_in_length_and_a_worker_without_a_slice_still_takes_part(ranks: RankPool) -> None:
+def test_loops_may_differ_in_length_and_a_worker_without_a_slice_joins_every_collective(ranks: RankPool) -> None:
     results = ranks(3, by_hand, 49, False, "plain", False)
     # 49 rows: the last batch has one row, hence one slice, and two of three workers have none.
     assert [result["updates"] for result in results] == [6, 4, 4]

@@ -53,7 +53,7 @@ def keep_diaries(strategy: str = "mirrored") -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", pytest.param("local_sgd", marks=pytest.mark.long)])
-def test_hooks_hear_of_validations_and_checkpoints_on_every_worker_once(ranks: RankPool, strategy: str) -> None:
+def test_hooks_see_validations_and_checkpoints_on_every_worker_once(ranks: RankPool, strategy: str) -> None:
     (first, first_chief), (second, second_chief) = ranks(2, keep_diaries, strategy)
     assert first == second == first_chief
     assert second_chief == []
@@ -63,9 +63,9 @@ def test_hooks_hear_of_validations_and_checkpoints_on_every_worker_once(ranks: R
     ]
     rest = [line for line in first if line[0] not in ("checkpoint", "end")]
     assert rest == [*validation[0], *validation[1]]
-    # One whose turn comes while another is being written is left out; none is told twice, the first and last always.
-    told = [line[1] for line in first if line[0] == "checkpoint"]
-    assert told == sorted(set(told)) and {0, 12} <= set(told) <= {0, 4, 8, 12}
+    # One that is due while another is being written is left out; no hook sees one twice, or misses the first or last.
+    seen = [line[1] for line in first if line[0] == "checkpoint"]
+    assert seen == sorted(set(seen)) and {0, 12} <= set(seen) <= {0, 4, 8, 12}
     assert first[0] == ("checkpoint", 0, True) and first[-1] == ("end", "NoneType")
 
 
@@ -86,7 +86,7 @@ class Clumsy:
         raise OSError("no network")
 
 
-def test_a_failure_is_told_before_the_end_and_not_hidden_by_what_a_hook_makes_of_it(ranks: RankPool) -> None:
+def test_hooks_see_a_failure_before_the_end_and_none_of_them_can_hide_it(ranks: RankPool) -> None:
     [(lines, notes)] = ranks(1, fail)
     assert lines[-2:] == [("failure", "ValueError"), ("end", "ValueError")]
     assert notes == ["A hook's on_failure raised OSError: no network"]

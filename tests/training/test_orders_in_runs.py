@@ -44,7 +44,7 @@ def train(kind: str, run_dir: str, stop_at: int | None) -> tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_stopped_within_an_epoch_goes_on_elsewhere_to_the_same_bits(
+def test_a_run_stopped_within_an_epoch_resumes_on_other_workers_to_the_same_bits(
     ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
     for workers, stop_at in ((2, 3), (3, None)):

@@ -19,6 +19,7 @@ from manyhands.spec.run import TrainSection
 from manyhands.testing import RankFailed, RankPool
 from manyhands.training.step.stragglers import StragglerTracker
 from tests.training.workloads import OPTIMIZERS, data, mean_loss, with_dropout_and_batch_norm
+from tests.variants import variants
 
 SLICES, WINDOW = 8, 10
 SLICE_S, MORE_S = 0.005, 0.010
@@ -66,7 +67,7 @@ class Rows(Dataset[Any]):
 
 
 class Watching:
-    """How long a worker was asked to sleep in each step, whatever else the machine had to do meanwhile."""
+    """How long a worker was asked to sleep in each step, whichever other processes the machine ran meanwhile."""
 
     def __init__(self, slow: Slow) -> None:
         self._slow, self._before_s = slow, 0.0
@@ -92,7 +93,7 @@ def train(phase: str | None, steps: int = 35, **more: Any) -> dict[str, Any]:
     trainer.fit(Rows(slow), steps=steps, batch_size=32)
     return {
         "weights": {name: value.detach().numpy().tobytes() for name, value in trainer.model.state_dict().items()},
-        "events": told(trainer._run.worker),
+        "events": events_of(trainer._run.worker),
         "asked_s": watching.asked_s,
     }
 
@@ -111,10 +112,10 @@ def train_by_hand(phase: str | None, **more: Any) -> dict[str, Any]:
         if hands.stepped:
             means.append(hands.mean(float(hands.rank)))
     weights = {name: value.detach().numpy().tobytes() for name, value in model.state_dict().items()}
-    return {"weights": weights, "events": told(hands._worker), "means": means}
+    return {"weights": weights, "events": events_of(hands._worker), "means": means}
 
 
-def told(worker: Any) -> list[Event]:
+def events_of(worker: Any) -> list[Event]:
     return [event for event in worker.session.events if isinstance(event, Straggler | Divided | Warned)]
 
 
@@ -128,7 +129,7 @@ def check_that_it_is_named(chief: dict[str, Any], other: dict[str, Any], phase: 
     assert first.factor > 1.25
     assert first.waiting > 0
     assert not of_kind(chief["events"], Divided)
-    assert other["events"] == [], "it is the chief that tells"
+    assert other["events"] == [], "it is the chief that reports"
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_a_worker_that_is_three_times_as_slow_is_named_with_its_phase(ranks: Ran
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plane", ["auto", "gloo"])
+@pytest.mark.parametrize("plane", variants(["auto", "gloo"], "auto"))
 def test_slices_move_to_the_faster_worker_and_the_result_stays_the_same(ranks: RankPool, plane: str) -> None:
     flags = {**FLAGS, "comm.plane": plane}
     (alone,) = ranks(1, train, None)
@@ -198,11 +199,11 @@ def train_in_mesh(slow_ranks: tuple[int, ...]) -> list[Event]:
     worker = trainer._run.worker
     slow.is_chief = worker.rank not in slow_ranks
     trainer.fit(data(96), steps=2 * WINDOW + 1, batch_size=32)
-    return told(worker)
+    return events_of(worker)
 
 
 @pytest.mark.long
-def test_in_a_mesh_a_slow_replica_is_named_by_a_rank_of_its_own(ranks: RankPool) -> None:
+def test_in_a_mesh_a_slow_replica_is_named_by_one_of_its_ranks(ranks: RankPool) -> None:
     chief, *_ = ranks(4, train_in_mesh, (2, 3), flags=FLAGS)
     assert {event.rank for event in of_kind(chief, Straggler) if not event.is_over} == {2}
 
@@ -296,5 +297,5 @@ def test_what_cannot_be_compared_is_not() -> None:
     for _ in range(3 * WINDOW):  # a worker that has just joined knows no times; others do
         assert pacing.add(EVEN, SLICES, [row(0.1), (0.0,) * 6]) is None
         assert pacing.add(EVEN, SLICES, ()) is None
-    for _ in range(3 * WINDOW):  # short batches, of which the next step tells
+    for _ in range(3 * WINDOW):  # short batches, which the next step reports
         assert pacing.add((range(1), range(1, 2)), SLICES, [row(0.1), row(0.9)]) is None

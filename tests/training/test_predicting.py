@@ -1,4 +1,4 @@
-"""`predict` and `evaluate` on any number of workers, also where some have no row, whatever the model returns."""
+"""`predict` and `evaluate` on any number of workers, also where some have no row, for every kind of output."""
 
 from __future__ import annotations
 

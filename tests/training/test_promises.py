@@ -69,7 +69,7 @@ def test_the_launcher_refuses_to_balance_a_divided_model(name: str) -> None:
         resolve(flags={"train.strategy": name, "train.balance": True}, environ={})
 
 
-def test_every_strategy_stands_in_the_table() -> None:
+def test_every_strategy_is_in_the_table() -> None:
     assert {choice.name for choice, _ in KEPT.values()} == set(STRATEGIES)
 
 

@@ -1,4 +1,4 @@
-"""A run goes on where it stopped, on any number of workers, and no example is lost or taken twice."""
+"""A run resumes where it stopped, on any number of workers, and no example is lost or taken twice."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def fit_some(run_dir: str, arguments: dict[str, Any], steps: int) -> int:
     ],
     ids=["slices", "seed", "model", "exact"],
 )
-def test_going_on_with_something_else_is_refused_with_what_the_run_began_with(
+def test_resuming_with_other_settings_is_refused_with_those_the_run_began_with(
     ranks: RankPool, tmp_path: Path, first: dict[str, Any], then: dict[str, Any], message: str
 ) -> None:
     ranks(1, stop_after_two, str(tmp_path), first, run_dir=tmp_path)
@@ -153,7 +153,7 @@ def refusal(run_dir: str, arguments: dict[str, Any], kind: type[Exception] = Che
     return str(refused.value)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(ranks: RankPool, tmp_path: Path) -> None:
     ranks(1, stop_after_two, str(tmp_path), {}, run_dir=tmp_path)
     newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
     shard = next(newest.glob("*.safetensors"))
@@ -186,7 +186,7 @@ def without_records_of_them(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "events")
 
 
-@pytest.mark.forged_record  # a run that is told to start over takes its first steps again
+@pytest.mark.forged_record  # a run that is asked to start over takes its first steps again
 @pytest.mark.parametrize(
     "damage", [without_manifests, without_steps, without_checkpoints, without_records_of_them], ids=lambda f: f.__name__
 )
@@ -207,7 +207,7 @@ def start_over(run_dir: str) -> int:
     return trainer.step
 
 
-def test_a_newest_checkpoint_that_is_gone_is_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_newest_checkpoint_that_is_gone_is_reported(ranks: RankPool, tmp_path: Path) -> None:
     ranks(1, stop_after_two, str(tmp_path), {}, run_dir=tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
     assert ranks(1, fit_some, str(tmp_path), {}, 4, run_dir=tmp_path) == [4]
@@ -267,8 +267,8 @@ def for_epochs(run_dir: str, epochs: int, stop_at: int | None) -> Any:
 
 def test_fewer_epochs_than_are_done_change_nothing_of_the_run(ranks: RankPool, tmp_path: Path) -> None:
     asked = ((5, 6), (2, None), (3, None))
-    told = [ranks(1, for_epochs, str(tmp_path), *one, run_dir=tmp_path)[0] for one in asked]
-    assert told == ["Preempted", "CheckpointMismatch", [2, 4, 6]]
+    found = [ranks(1, for_epochs, str(tmp_path), *one, run_dir=tmp_path)[0] for one in asked]
+    assert found == ["Preempted", "CheckpointMismatch", [2, 4, 6]]
     assert not (tmp_path / "calls").exists() or len(list((tmp_path / "calls").iterdir())) == 1
 
 
@@ -296,10 +296,10 @@ def fill_the_disk(run_dir: str, save_every: int | None) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("save_every", [None, 1])
-def test_training_goes_on_on_a_full_disk_but_a_last_checkpoint_that_is_not_there_is_a_failure(
+def test_training_continues_on_a_full_disk_but_a_missing_last_checkpoint_is_a_failure(
     ranks: RankPool, tmp_path: Path, save_every: int | None
 ) -> None:
     ((text, step),) = ranks(1, fill_the_disk, str(tmp_path), save_every, run_dir=tmp_path)
     assert step == 4
     assert "checkpoint of step 4 was not saved" in text
-    assert ranks(1, fit_some, str(tmp_path), {}, 4, run_dir=tmp_path) == [4], "with room again, it goes on"
+    assert ranks(1, fit_some, str(tmp_path), {}, 4, run_dir=tmp_path) == [4], "with room again, it trains on"

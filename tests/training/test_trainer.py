@@ -1,4 +1,4 @@
-"""What a user of the trainer meets: hooks, schedules, stopping, evaluation, and errors that say what to type."""
+"""What a user of the trainer sees: hooks, schedules, stopping, evaluation, and errors that say what to type."""
 
 from __future__ import annotations
 

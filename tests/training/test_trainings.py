@@ -1,4 +1,4 @@
-"""Several trainings in one script: each is what it would be in a script of its own."""
+"""Several trainings in one script: each is what it would be in a separate script."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_trainings_that_take_turns_are_each_what_they_are_alone(ranks: RankPool,
 
 
 def one_model_in_two(run_dir: str) -> tuple[list[float], list[float], list[float]]:
-    """A second training goes on with the first one's model; then the first looks at what became of it."""
+    """A second training trains the first one's model; then the first evaluates it."""
     first = make(1, "mirrored")
     first.fit(rows(), epochs=1, batch_size=8)
     second = make(2, "mirrored", first.model)
@@ -77,7 +77,7 @@ def copied_model() -> list[float]:
 
 
 def evaluate_a_copy(run_dir: str, stop_at: int | None) -> list[float]:
-    """The first training goes on after a copy of it was looked at, and is stopped then."""
+    """The first training continues after a copy of it was evaluated, and is stopped then."""
     inputs = rows()[0].shape[1]
     first = mh.Trainer(
         lambda: nn.Linear(inputs, CLASSES),
@@ -176,7 +176,7 @@ def step_of(training: int, step: int) -> StepDone:
 
 
 @pytest.mark.forged_record
-def test_the_ledger_counts_the_steps_of_each_training_by_themselves() -> None:
+def test_the_ledger_counts_the_steps_of_each_training_separately() -> None:
     sound = audit([step_of(1, 1), step_of(1, 2), step_of(2, 1), step_of(2, 2), step_of(2, 3)])
     assert (sound.problems, sound.last_step, sound.recorded) == ([], 5, 5)
     torn = audit([step_of(1, 1), step_of(2, 1), step_of(2, 1)])

@@ -1,4 +1,4 @@
-"""What a worker used: counted right, told in a line, and kept with the run."""
+"""What a worker used: counted right, shown in a line, and kept with the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def busy(seconds: float) -> None:
         pass
 
 
-def test_a_meter_tells_cores_memory_bytes_and_phases() -> None:
+def test_a_meter_reports_cores_memory_bytes_and_phases() -> None:
     meter = ResourceMeter(rank=1, world_size=2)
     for _ in range(3):
         meter.add(StepStats(loss=0.0, rows=4, seconds={"forward": 0.25, "reduce": 0.5}, bytes_sent=100))
@@ -54,7 +54,7 @@ def test_what_takes_the_kernel_a_while_is_asked_at_the_end_only() -> None:
     assert found is not None and found.pss_bytes is None
 
 
-def test_a_meter_without_a_step_has_nothing_to_tell() -> None:
+def test_a_meter_without_a_step_reports_nothing() -> None:
     meter = ResourceMeter(rank=0, world_size=1)
     assert meter.used(0) is None
     meter.add(StepStats(loss=0.0, rows=4, bytes_sent=100))

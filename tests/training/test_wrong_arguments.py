@@ -125,7 +125,7 @@ def test_a_schedule_that_waits_for_results_is_stepped_by_epochs() -> None:
     assert by_step(torch.optim.lr_scheduler.ConstantLR)(optimizer).last_epoch == 0
 
 
-def test_a_loader_that_drops_rows_is_told_that_none_are_dropped() -> None:
+def test_a_loader_that_drops_rows_gets_a_warning_that_none_are_dropped() -> None:
     with pytest.warns(UserWarning, match="drop_last=True is ignored"):
         source = as_source(DataLoader(TensorDataset(*DATA), batch_size=3, drop_last=True))
     assert source.num_rows == 8
@@ -135,7 +135,7 @@ def test_a_loader_that_drops_rows_is_told_that_none_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.safetensors"])
-def test_weights_are_read_back_whatever_the_ending(tmp_path: Path, name: str) -> None:
+def test_weights_are_read_back_from_a_file_with_any_ending(tmp_path: Path, name: str) -> None:
     saved, fresh = nn.Linear(4, 1), nn.Linear(4, 1)
     save_model(saved, tmp_path / name)
     load_weights(fresh, tmp_path / name)

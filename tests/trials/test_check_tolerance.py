@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import TrainingFailed
 from manyhands.trials.check_recording import Checked, Record, deviation, nudge_
 from manyhands.trials.layout_check import (
     HALF_TOLERANCE,
     TOLERANCE,
+    Asked,
     Layout,
     LayoutFinding,
+    check,
     check_repeats,
     compare,
     deviations,
@@ -104,3 +109,10 @@ def test_a_script_that_draws_other_data_in_every_process_is_not_taken_for_roundi
         check_repeats([2.31, 2.0], [2.35, 2.0], TOLERANCE)
     with pytest.raises(TrainingFailed, match="nan"):
         check_repeats([2.31], [float("nan")], TOLERANCE)
+
+
+def test_a_script_that_takes_no_step_in_time_is_ended(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(TrainingFailed, match=r"did not reach step 5 within 2 s"):
+        check(Asked(command=WorkerCommand("script", str(script)), timeout_s=2.0), lambda line: None)

@@ -158,7 +158,7 @@ def test_what_fails_is_not_chosen() -> None:
     assert "failed: boom" in table(ground(), results, choose(ground(), results))
 
 
-def test_a_model_that_depends_on_v_keeps_its_v_whatever_the_workers() -> None:
+def test_a_model_that_depends_on_v_keeps_its_v_on_any_number_of_workers() -> None:
     one = ground(depends_on_slices="BatchNorm")
     results = explore(one, lambda trial: 100.0 * trial.workers)
     assert {result.trial.workers for result in results} == {1}, "V=1 is work for one worker"
@@ -170,7 +170,7 @@ def test_a_model_that_depends_on_v_keeps_its_v_whatever_the_workers() -> None:
     assert flags_of(choose(four, results).trial, DEFAULT)["train.slices"] == 4
 
 
-def test_workers_with_weights_of_their_own_stay_as_many() -> None:
+def test_local_sgd_keeps_its_number_of_workers() -> None:
     averaging = ground(default=BEST, slices=4, averages=True)
     results = explore(averaging, lambda trial: 100.0)
     assert {workers for workers, _ in splits(results)} == {4}
@@ -184,8 +184,8 @@ def test_v_follows_the_workers_where_it_does_not_matter_or_was_allowed_to() -> N
         results = explore(where, lambda trial: measured(100.0 * trial.workers, slices=trial.workers))
         choice = choose(where, results)
         assert (choice.trial.workers, choice.trial.slices) == (4, None)
-        told = " ".join(notes(where, results, choice))
-        assert ("V=4 instead of V=1" in told) == bool(where.depends_on_slices)
+        text = " ".join(notes(where, results, choice))
+        assert ("V=4 instead of V=1" in text) == bool(where.depends_on_slices)
 
 
 def test_a_given_v_bounds_the_workers_and_needs_no_flag() -> None:
@@ -210,8 +210,8 @@ def test_bf16_is_tried_only_if_that_is_allowed() -> None:
         results = explore(where, lambda trial: fast_bf16[trial.precision])
         choice = choose(where, results)
         assert choice.trial.precision == precision
-        told = " ".join(notes(where, results, choice))
-        assert ("--allow-maths tries it" if where is strict else "bf16 instead of fp32") in told
+        text = " ".join(notes(where, results, choice))
+        assert ("--allow-maths tries it" if where is strict else "bf16 instead of fp32") in text
 
 
 def test_a_batch_that_grows_with_the_workers_is_another_training() -> None:

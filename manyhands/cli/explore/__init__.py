@@ -1,5 +1,5 @@
-"""Commands that examine a script by short runs: settings, layouts, memory.
+"""Commands that examine a script by short runs: settings, layouts, memory, bottlenecks, graphs.
 
-May import `spec`, `observe`, `launcher`, `planner.measure`, `trials` and `cli.common`.
+May import `spec`, `observe`, `launcher`, `planner.measure`, `profiling`, `dataflow`, `trials` and `cli.common`.
 Start reading at `plan.show`.
 """

@@ -35,7 +35,7 @@ def doctor(
 
     With --gpu: every strategy trains a small network on handwritten digits, on one or two GPUs, and is compared with
     one process; then its speed is compared with DistributedDataParallel; prints a report to paste. Exit code 3 if there
-    is no GPU, 1 if a strategy fails or deviates. Needs the extra `demo`.
+    is no GPU, 1 if a strategy fails or deviates.
     """
     if gpu:
         ctx.exit(_try_devices(device, only, as_json))

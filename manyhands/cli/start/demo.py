@@ -1,210 +1,197 @@
-"""`mh demo`: trains on digits with 2 workers, kills one, stops half-way, resumes with 1, and reports."""
+"""`mh demo`: the same network on digits in ten modes, compared with one process; then a kill, a stop and a resume.
+
+All runs are real: launched in this process one after the other, as `mh run` does it, with their records below the
+run directory. Start reading at `demo`, then `demo_modes.run_mode` and `demo_kill.kill_and_resume`.
+"""
 
 from __future__ import annotations
 
 import os
-import shlex
-import signal
+import resource
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 import click
 
 from manyhands import exact_json
-from manyhands.control.messages.failure import Failure
-from manyhands.control.messages.launch_request import Display
-from manyhands.errors import EnvironmentProblem
-from manyhands.events import (
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    GenerationStarted,
-    Resumed,
-    RunStarted,
-    StepDone,
-    WorkerLost,
-    WorkerStarted,
-)
-from manyhands.launcher.launch import launch_command, make_request, open_display, place, script_command
-from manyhands.observe.run_audit import audit, generation_key, read_run_events
-from manyhands.spec.load import environment, resolve
+from manyhands.cli.start.demo_kill import kill_and_resume, summary
+from manyhands.cli.start.demo_modes import Interrupted, ModeResult, run_mode
+from manyhands.cli.start.demo_texts import Texts, table_line, texts_for
+from manyhands.control.processes.template_process import shared_template
+from manyhands.errors import EnvironmentProblem, UsageError
+from manyhands.launcher.launch import default_environment
+from manyhands.observe.terminal import is_terminal
+from manyhands.recipes.every_mode import MODES, Mode, command_of
+from manyhands.spec.load import environment
 
 __all__ = ["demo"]
 
-EPOCHS = 15
-KILL_AT, STOP_AT = 0.3, 0.5
-"""Fractions of the run's steps."""
-RECIPE = "manyhands.recipes.digits"
+GO_ON_WITH = "tensor"
+"""The mode in the commands at the end."""
+# Characters; the first words may be Chinese, which take two columns each.
+WRAP_AT = 70
 
 
 @click.command()
-@click.option("--run-dir", type=click.Path(path_type=Path), help="The run directory. Default: runs/<time>-demo.")
+@click.option("--only", type=click.Choice(["modes", "kill"]), help="Only the comparison of modes, or only the kill.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the runs. Default: runs/<time>-demo.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def demo(run_dir: Path | None, as_json: bool) -> int:
-    """Train a small network on handwritten digits with 2 workers, kill one, stop, resume on 1 worker, report."""
-    home = run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
-    started = time.monotonic()
-    _say(f"1. Two workers train on handwritten digits. Run directory: {home}", as_json)
-    display = FaultyDisplay(_display(home, 2, as_json), quiet=as_json)
-    code = _train(home, 2, display)
-    if not display.has_stopped:
-        return _interrupted(code, home)
-    if code != 75:
-        raise EnvironmentProblem(f"The first half ended with exit code {code}, not with 75.", fix=[f"mh logs {home}"])
-    _say(f"3. SIGTERM has stopped the run at step {_last_checkpoint(home)}, with a checkpoint: exit code 75.", as_json)
-    _say("4. One worker resumes there; the result is the same for any number of workers.", as_json)
-    code = _train(home, 1, FaultyDisplay(_display(home, 1, as_json), quiet=as_json, kill_at=None, stop_at=None))
-    if code != 0:
-        return _interrupted(code, home)
-    report = _report(home, time.monotonic() - started)
-    click.echo(exact_json.encode(report) if as_json else _text(report))
-    return 0
+def demo(only: Literal["modes", "kill"] | None, run_dir: Path | None, as_json: bool) -> int:
+    """Train one small network on handwritten digits in ten modes, and survive a kill.
 
-
-def _say(line: str, as_json: bool) -> None:
-    """Print between two runs, when there is no progress bar on the terminal."""
-    if not as_json:
-        click.secho(line, bold=True, err=True)
-
-
-def _interrupted(code: int, home: Path) -> int:
-    """The exit code if the user stopped the run; raises if it failed, which it has reported already."""
-    if code in (75, 130, 143):
-        return 143 if code == 143 else 130
-    raise EnvironmentProblem(f"The run ended with exit code {code}.", fix=[f"mh logs {home}"])
-
-
-class FaultyDisplay:
-    """A display that also injects faults: it kills a worker, and later stops the run.
-
-    It runs in the launcher's process, so that its lines appear above the progress bar.
+    Prints a line for each mode: what it divides among its workers, rows per second, memory and exchanged bytes per
+    worker, the distance of its weights from those of one process, and its accuracy. Then two workers train, one is
+    killed, the run is stopped and resumed on one worker. Exit code 1 if a mode fails or deviates. In Chinese where
+    LC_ALL, LC_MESSAGES or LANG begins with zh.
     """
+    started, home = time.monotonic(), run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
+    _make_home(home)
+    environ = environment()
+    talk = _Talk(texts_for(environ, sys.stdout.encoding), as_json)
+    report: dict[str, Any] = {"run_dir": str(home), "cores": len(os.sched_getaffinity(0))}
+    try:
+        with shared_template(default_environment(threads=1)):
+            if only != "kill":
+                results = _show_modes(home, talk)
+                report["modes"] = results
+            if only != "modes":
+                talk.where = "kill"
+                report["kill"] = kill_and_resume(home / "kill", talk.texts, talk.say, as_json=as_json)
+    except (Interrupted, KeyboardInterrupt) as stopped:
+        talk.end_progress()
+        talk.warn(talk.texts.interrupted.format(where=talk.place(), home=home))
+        return stopped.exit_code if isinstance(stopped, Interrupted) else 130
+    report |= {"seconds": round(time.monotonic() - started, 1), "cpu_seconds": round(_cpu_s(), 1)}
+    if as_json:
+        click.echo(exact_json.encode(report))
+    else:
+        _conclude(report, talk.texts, home)
+    return 1 if any(result.is_wrong for result in report.get("modes", ())) else 0
 
-    def __init__(
-        self, inner: Display, *, quiet: bool, kill_at: float | None = KILL_AT, stop_at: float | None = STOP_AT
-    ) -> None:
-        self._inner, self._quiet = inner, quiet
-        self._kill_at, self._stop_at = kill_at, stop_at
-        self._pids: dict[int, int] = {}
-        self.has_stopped = False
 
-    def event(self, event: Event) -> None:
-        self._inner.event(event)
-        if isinstance(event, WorkerStarted):
-            self._pids[event.slot] = event.pid
-        if isinstance(event, StepDone) and event.total_steps:
-            self._inject(event.step / event.total_steps)
+def _make_home(home: Path) -> None:
+    """So that what cannot be written is known before anything is started."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        probe = home / ".writable"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"The demo writes its runs to {home}, but cannot: {error.strerror}.",
+            fix=["mh demo --run-dir DIR, with a directory where you may write"],
+        ) from error
+    if any(home.iterdir()):
+        raise UsageError(
+            f"{home} is not empty, and the demo's runs start anew.", where="--run-dir", fix=[f"--run-dir {home}-2"]
+        )
 
-    def _inject(self, share: float) -> None:
-        if self._kill_at is not None and share >= self._kill_at:
-            self._kill_at, victim = None, self._pids[max(self._pids)]
-            os.kill(victim, signal.SIGKILL)
-            self.say(f"2. kill -9 {victim}: one worker is dead. The other continues, and a replacement starts.")
-        elif self._stop_at is not None and share >= self._stop_at:
-            self._stop_at, self.has_stopped = None, True
-            os.kill(os.getpid(), signal.SIGTERM)
 
-    def output(self, rank: int, stream: Literal["stdout", "stderr"], data: bytes) -> None:
-        if not self._quiet:
-            self._inner.output(rank, stream, data)
+class _Talk:
+    """Prints the narration, and on a terminal a line of progress that is overwritten; with --json neither."""
+
+    def __init__(self, texts: Texts, as_json: bool) -> None:
+        self.texts, self._quiet = texts, as_json
+        self._moves = not as_json and is_terminal(sys.stderr) and not _is_plain()
+        self._shown = False
+        self.where = MODES[0].name
+        """The mode that runs, or "kill"."""
+
+    def place(self) -> str:
+        if self.where != "kill":
+            return self.texts.labels[self.where]
+        return self.texts.kill_part
 
     def say(self, line: str) -> None:
-        self._inner.say(line)
+        """Between two runs."""
+        if not self._quiet:
+            self.end_progress()
+            click.secho(line, bold=True, err=True)
 
-    def failure(self, block: Failure) -> None:
-        self._inner.failure(block)
+    def warn(self, line: str) -> None:
+        click.secho(line, bold=True, err=True)
 
-    def close(self) -> None:
-        self._inner.close()
+    def print(self, line: str) -> None:
+        """A part of the result."""
+        if not self._quiet:
+            self.end_progress()
+            click.echo(line)
 
+    def progress(self, mode: Mode) -> Callable[[int, int], None]:
+        self.where = mode.name
+        self._move(f"{self.texts.labels[mode.name]} ...")
+        return lambda step, total: self._move(f"{self.texts.labels[mode.name]} {step}/{total}")
 
-def _settings(home: Path, workers: int) -> dict[str, Any]:
-    return {"workers": workers, "run_dir": str(home), **({"elastic": "1:2"} if workers > 1 else {})}
+    def _move(self, line: str) -> None:
+        if self._moves:
+            click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+            self._shown = True
 
-
-def _display(home: Path, workers: int, as_json: bool) -> Display:
-    ui = {"ui": "none"} if as_json else {}
-    return open_display(resolve(flags=_settings(home, workers) | ui), environment())
-
-
-def _train(home: Path, workers: int, display: Display) -> int:
-    """Run the digits recipe with the launcher in this process, as `mh run` does; returns the run's exit code."""
-    environ, command = environment(), script_command(RECIPE, ["--epochs", str(EPOCHS)], is_module=True)
-    resolved = resolve(flags=_settings(home, workers), environ=environ)
-    placement = place(resolved, environ)
-    words = ["mh", "run", "-n", str(workers), "--run-dir", str(home), "-m", RECIPE, *command.args]
-    request = make_request(resolved, command, placement, environ, run_dir=str(home), resume=shlex.join(words))
-    return launch_command(request, placement, display)
-
-
-def _last_checkpoint(home: Path) -> int:
-    return max(event.step for event in read_run_events(home) if isinstance(event, CheckpointSaved))
+    def end_progress(self) -> None:
+        if self._shown:
+            click.echo("\r\x1b[K", nl=False, err=True)
+            self._shown = False
 
 
-def _report(home: Path, seconds: float) -> dict[str, Any]:
-    events = read_run_events(home)
-    runs = [event for event in events if isinstance(event, RunStarted)]
-    resumed = [event for event in events if isinstance(event, Resumed)]
-    evaluated = [event for event in events if isinstance(event, Evaluated)]
-    ledger = audit(events)
-    return {
-        "run_dir": str(home),
-        "workers": [run.workers for run in runs],
-        "slices": runs[-1].slices,
-        "steps": ledger.last_step,
-        "steps_done_twice": ledger.steps_lost,
-        "samples_lost": ledger.samples_lost,
-        "samples_repeated": ledger.samples_repeated,
-        "problems": ledger.problems,
-        "killed": _recovery(events),
-        "stopped_and_resumed_at": resumed[-1].step,
-        "examples_evaluated": evaluated[-1].rows,
-        "accuracy": evaluated[-1].results["accuracy"],
-        "loss": evaluated[-1].results["loss"],
-        "seconds": round(seconds, 1),
-    }
+def _is_plain() -> bool:
+    environ = environment()
+    return bool(environ.get("CI")) or environ.get("TERM") == "dumb"
 
 
-def _recovery(events: list[Event]) -> dict[str, Any]:
-    """When the killed worker was lost, and the first step that was committed without it."""
-    lost = next(event for event in events if isinstance(event, WorkerLost))
-    newer = next(one for one in events if isinstance(one, GenerationStarted) and one.time_s >= lost.time_s)
-    steps = sorted((event for event in events if isinstance(event, StepDone)), key=lambda step: step.time_s)
-    after = next(step for step in steps if generation_key(step.generation) >= generation_key(newer.generation))
-    return {
-        "pid": lost.pid,
-        "rank": lost.rank,
-        "reason": lost.reason,
-        "next_step": after.step,
-        "went_on_after_s": round(after.time_s - lost.time_s, 3),
-        "replaced": any(isinstance(one, GenerationStarted) and one.workers == 2 for one in _later(events, newer)),
-    }
+def _show_modes(home: Path, talk: _Talk) -> list[ModeResult]:
+    texts, cores = talk.texts, len(os.sched_getaffinity(0))
+    talk.say(texts.title.format(home=home))
+    if cores == 1:
+        talk.say(texts.one_core)
+    talk.print(table_line(texts.columns))
+    results = []
+    for mode in MODES:
+        results.append(run_mode(mode, home, talk.progress(mode)))
+        talk.print(_line(results[-1], texts))
+    held_out = next((result.held_out for result in results if result.held_out), 0)
+    talk.print(texts.legend.format(cores=_cores(cores, texts), held_out=held_out))
+    return results
 
 
-def _later(events: list[Event], than: Event) -> list[Event]:
-    return [event for event in events if event.time_s > than.time_s]
+def _cores(count: int, texts: Texts) -> str:
+    return texts.core if count == 1 else texts.cores.format(cores=count)
 
 
-def _text(report: dict[str, Any]) -> str:
-    first, second, killed = report["workers"][0], report["workers"][-1], report["killed"]
-    joined = "another joined" if killed["replaced"] else "another was starting when the run was stopped"
-    audited = "; ".join(report["problems"]) or (
-        f"{report['steps_done_twice']} steps done twice, {report['samples_lost']} samples lost, "
-        f"{report['samples_repeated']} repeated"
+def _line(result: ModeResult, texts: Texts) -> str:
+    label, divided = texts.labels[result.mode], texts.divided[result.mode]
+    if result.not_run or result.failed:
+        why = texts.not_run.format(why=result.not_run) if result.not_run else texts.failed.format(why=result.failed)
+        why = fill(why, WRAP_AT, initial_indent="  ", subsequent_indent="  ")
+        return f"{table_line((label, divided, *[''] * 5))}\n{why}"
+    cells = (
+        f"{result.rows_per_s:,.0f}" if result.rows_per_s else "?",
+        f"{result.memory_bytes / 1e6:.0f}" if result.memory_bytes is not None else "?",
+        f"{result.bytes_per_step / 1e3:,.0f}" if result.bytes_per_step is not None else "?",
+        f"{result.distance:.0e}" if result.distance else "0" if result.distance is not None else "-",
+        f"{result.accuracy:.1%}" if result.accuracy is not None else "?",
     )
-    return "\n".join(
-        [
-            "",
-            f"What happened: {report['steps']} steps in {report['slices']} slices each, the first "
-            f"{report['stopped_and_resumed_at']} by {first} workers (until one was killed), the rest by {second}; "
-            f"{audited}.",
-            f"Killed: rank {killed['rank']} (pid {killed['pid']}). {killed['went_on_after_s']:.2f} s after it was "
-            f"detected, step {killed['next_step']} was committed without that worker; {joined}.",
-            f"Held-out digits: {report['accuracy']:.2%} of {report['examples_evaluated']} correct, each counted once.",
-            f"It took {report['seconds']} s. Everything is in {report['run_dir']}:",
-            f"  mh status {report['run_dir']}",
-            f"  mh ckpt ls {report['run_dir']}",
-            f"  mh logs {report['run_dir']}",
-        ]
+    line = table_line((label, divided, *cells))
+    return f"{line}\n  {texts.deviates.format(distance=cells[3])}" if result.deviates else line
+
+
+def _conclude(report: dict[str, Any], texts: Texts, home: Path) -> None:
+    if "kill" in report:
+        click.echo(f"\n{summary(report['kill'], texts)}")
+    click.echo(f"\n{texts.go_on.format(**report)}")
+    (mode,) = (one for one in MODES if one.name == GO_ON_WITH)
+    commands = (
+        f"mh status {home / ('kill' if 'kill' in report else GO_ON_WITH)}",
+        " ".join(command_of(mode)),
+        "mh run -n 2 --recipe digits",
     )
+    for command, note in zip(commands, texts.notes, strict=True):
+        click.echo(f"  {command}\n      {note}")
+
+
+def _cpu_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

@@ -10,9 +10,8 @@ import time
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from manyhands.comm.transport import Port, open_port
+from manyhands.comm.transport import Port, open_port, socket_event
 from manyhands.control.messages.agent_messages import FromCoordinator
 from manyhands.control.security.keys import client_curve
 from manyhands.errors import EnvironmentProblem, JoinRefused
@@ -53,7 +52,7 @@ class CoordinatorLink:
         if self.has_received or self._monitor is None:
             return
         while self._monitor.poll(0):
-            kind = recv_monitor_message(self._monitor)["event"]
+            kind = socket_event(self._monitor).kind
             refused = (
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH,
                 zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from manyhands.control.agent.resources import AgentResources
-from manyhands.errors import GaveUp
+from manyhands.control.processes.child_process import MAX_QUICK_DEATHS
+from manyhands.errors import GaveUp, ManyhandsError
 
 __all__ = ["CoordinatorWatch"]
 
@@ -47,9 +48,13 @@ class CoordinatorWatch:
             raise GaveUp(f"The run's first host has been silent for {limit:g} s; its run is over here.")
 
     def restart_coordinator(self, what: str, term: int) -> None:
-        assert self._resources.coordinator is not None
-        self._warn(f"the coordinator (pid {self._resources.coordinator.pid}) {what}; restarting it, training continues")
-        self._resources.coordinator.restart(worked=term > self._term_before)
+        coordinator = self._resources.coordinator
+        assert coordinator is not None
+        self._warn(f"the coordinator (pid {coordinator.pid}) {what}; restarting it, training continues")
+        # A term is received with its orders: it was able to start.
+        if not coordinator.restart(worked=term > self._term_before):
+            deaths = f"The coordinator died {MAX_QUICK_DEATHS} times in a row."
+            raise ManyhandsError(f"{deaths} Its last output: {coordinator.last_output}")
         self._term_before = term
         self._resources.link.received_at = time.monotonic()
 

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -91,31 +92,26 @@ def server_identity(plan: HostPlan, number: int, incarnation: int) -> WorkerIden
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class SpawnContext:
     """What all workers and servers of this agent are started with, in every attempt."""
 
-    def __init__(
-        self,
-        *,
-        agent: str,
-        host: str,
-        run: str,
-        job: JobDescription,
-        num_workers: int,
-        data_address: str,
-        environment: dict[str, str],
-        guard: Guard,
-        output: Callable[[WorkerProcess, Stream, bytes], None],
-        started: Callable[[WorkerProcess], None],
-        servers_here: Callable[[HostPlan], Sequence[int]] = lambda plan: (),
-        server_prefix: str = "",
-        template: Callable[[], Template | None] = lambda: None,
-    ) -> None:
-        self.agent, self.host, self.run, self.job, self.num_workers = agent, host, run, job, num_workers
-        self.data_address, self.environment, self.guard = data_address, environment, guard
-        self.output, self.started = output, started
-        self.servers_here, self.server_prefix = servers_here, server_prefix
-        self.memory, self.template = MemoryWatch(), template
+    run: str
+    job: JobDescription
+    # This host, and the endpoint of its agent.
+    agent: str
+    host: str
+    num_workers: int
+    data_address: str
+    environment: dict[str, str]
+    server_prefix: str = ""
+    servers_here: Callable[[HostPlan], Sequence[int]] = lambda plan: ()
+    # What its processes are started from, watched by and reported to.
+    template: Callable[[], Template | None] = lambda: None
+    guard: Guard
+    memory: MemoryWatch = field(default_factory=MemoryWatch)
+    output: Callable[[WorkerProcess, Stream, bytes], None]
+    started: Callable[[WorkerProcess], None]
 
     def environment_for(self, identity: WorkerIdentity, plan: HostPlan) -> dict[str, str]:
         return {
@@ -459,8 +455,8 @@ class HostWorkers:
                 kill_session(worker.pid)
                 worker.sweep = None
 
-    def reports(self, now: float) -> list[MemberReport]:
-        return [worker.report(now) for worker in self.workers]
+    def reports(self, now: float) -> dict[int, MemberReport]:
+        return {worker.identity.incarnation: worker.report(now) for worker in self.workers}
 
     def statuses(self, now: float) -> list[MemberStatus]:
         """The same for `mh status`, by rank and then by slot."""

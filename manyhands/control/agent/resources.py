@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from manyhands.comm.transport import Port, open_port
@@ -23,7 +24,7 @@ from manyhands.control.membership.state import MembershipSettings
 from manyhands.control.messages.agent_messages import HostPlan, JobDescription
 from manyhands.control.messages.launch_request import JoinTicket, LaunchRequest
 from manyhands.control.messages.status_messages import StatusRequest
-from manyhands.control.processes.coordinator_process import CoordinatorProcess
+from manyhands.control.processes.child_process import ChildProcess
 from manyhands.control.processes.fence import Guard
 from manyhands.control.processes.private_directory import private_directory
 from manyhands.control.processes.stop_signals import StopSignals
@@ -53,7 +54,7 @@ class AgentResources:
         self._request = request
         self.exit_code = 70
         """For the run's record; set when the run ends."""
-        self.coordinator: CoordinatorProcess | None = None
+        self.coordinator: ChildProcess | None = None
         self.torch_store: TorchStoreProcess | None = None
         self.keeps_logs = False
         self.backup: BackupProcess | None = None
@@ -116,7 +117,7 @@ class AgentResources:
             listen=self.addresses.listen,
             key=self.addresses.key,
         )
-        self.coordinator = CoordinatorProcess(config)
+        self.coordinator = ChildProcess("manyhands.control.coordinator.process", msgspec.msgpack.encode(config))
         opened.callback(self.coordinator.close)
         self.link = CoordinatorLink(self.context, f"ipc://{self.directory}/coordinator", self.name)
         # A script that imports manyhands will send Hello, however long it prepares.

@@ -48,7 +48,7 @@ class StatusReport:
             local=resources.coordinator is not None,
             master=resources.torch_store.master if resources.torch_store else None,
             generation=generation or None,
-            members=host_workers.reports(now) if host_workers else [],
+            members=host_workers.reports(now) if host_workers else {},
             clear=host_workers is None or host_workers.clear,
             stop=stop,
             stop_signal=stop_signal,

@@ -20,7 +20,7 @@ __all__ = ["conclude", "end_run", "give_up_on_silent", "stopped_code"]
 
 def conclude(state: Membership, roster: AttemptState, now: float) -> Membership:
     """The agents have confirmed that every process of the generation is dead: done, stopped, restart, or failed?"""
-    done = [member.exit_code or 0 for member in roster.members if member.status == "done"]
+    done = [member.report.exit_code or 0 for member in roster.members if member.status == "done"]
     codes = [*roster.exit_codes, *done]
     elastic = state.settings.elastic is not None
     # An elastic run is finished if its chief was done, even if other workers died.
@@ -30,7 +30,7 @@ def conclude(state: Membership, roster: AttemptState, now: float) -> Membership:
         return end_run(state, now, code, "preempted, with a committed checkpoint" if code else "finished")
     if state.stop is not None:
         chief = roster.members[0]
-        by_chief = chief.status == "done" and chief.exit_code == 75 and not elastic
+        by_chief = chief.status == "done" and chief.report.exit_code == 75 and not elastic
         code = 75 if by_chief else stopped_code(state)
         return end_run(state, now, code, "stopped on request")
     return _after_failure(state, roster, now)

@@ -42,10 +42,12 @@ from manyhands.control.membership.worker_reports import (
     missing,
     offering,
     quiet,
+    reported_end,
     stranded,
+    unreported_end,
     without_dismissed,
 )
-from manyhands.control.messages.failure import WorkerEnd, short
+from manyhands.control.messages.failure import short
 
 __all__ = ["advance", "could_begin", "enough", "form", "open_generations"]
 
@@ -85,18 +87,16 @@ def could_begin(state: Membership, ready: Sequence[Host]) -> bool:
 
 def form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
     share = workers_per_host(state, hosts)
-    local_ranks = [(host.agent, local_rank) for host in hosts for local_rank in range(share[host.agent])]
+    agents = [host.agent for host in hosts for _ in range(share[host.agent])]
     members = tuple(
         Member(
             rank=rank,
             agent=agent,
-            local_rank=local_rank,
             incarnation=state.next_incarnation + rank,
             slot=rank,
-            moved_at=now,
             leads_since="" if rank else next_generation(state),
         )
-        for rank, (agent, local_rank) in enumerate(local_ranks)
+        for rank, agent in enumerate(agents)
     )
     slots = {member.slot: Slot(agent=member.agent) for member in members}
     # In a run with servers, hosts without workers run servers, or at least the coordinator.
@@ -137,20 +137,21 @@ def _refuse_retrying(state: Membership, roster: AttemptState, now: float) -> Mem
     if state.stop is not None:
         return state
     for member in roster.members:
-        if member.end is not None and member.status == "failed" and cannot_be_retried(member.end.end):
-            return replace(state, phase="stopping", since=now, roster=replace(roster, ends=(member.end,), fatal=True))
+        end = reported_end(member)
+        if end is not None and member.status == "failed" and cannot_be_retried(end.end):
+            return replace(state, phase="stopping", since=now, roster=replace(roster, ends=(end,), fatal=True))
     return state
 
 
 def _record_ends(state: Membership, roster: AttemptState, now: float) -> Membership:
     """Record, once, each worker that has ended: in its slot, and in the attempt's list of ends."""
-    if gone := [worker for worker in roster.dismissed if worker.ended]:
+    if gone := [worker for worker in roster.dismissed if worker.report.ended]:
         return replace(state, roster=without_dismissed(roster, gone))
     for worker in roster.joining:
-        if worker.ended or worker.status == "done":
+        if worker.report.ended or worker.status == "done":
             return _record_newcomer_end(state, roster, worker, now)
     for member in roster.members:
-        if member.ended and member.status not in ("dead", "done"):
+        if member.report.ended and member.status not in ("dead", "done"):
             end = _end_of(state, member, now)
             members = tuple(replace(m, status="dead") if m is member else m for m in roster.members)
             roster = replace(roster, members=members, ends=(*roster.ends, end))
@@ -186,12 +187,7 @@ def _record_newcomer_end(state: Membership, roster: AttemptState, worker: Member
 
 
 def _end_of(state: Membership, worker: Member, now: float) -> EndedWorker:
-    if worker.end is not None:
-        return worker.end
-    host = state.hosts[worker.agent].name if worker.agent in state.hosts else worker.agent
-    code = worker.exit_code or 0
-    kind = WorkerEnd(rank=worker.rank, host=host, pid=worker.pid, kind="exit", exit_code=code, step=worker.step)
-    return EndedWorker(end=kind, at=now)
+    return reported_end(worker) or EndedWorker(end=unreported_end(state, worker, "exit"), at=now)
 
 
 def _forget_hosts(state: Membership, roster: AttemptState, now: float) -> Membership:
@@ -230,7 +226,7 @@ def _with_suspects(state: Membership, roster: AttemptState) -> AttemptState:
 def _drop_lost(state: Membership, roster: AttemptState, now: float) -> Membership:
     """Form a generation without members that are gone, or were done long before the other members."""
     living, ready = alive(roster), done(roster)
-    early = [member for member in ready if now - member.done_at > DONE_GRACE_S]
+    early = [member for member in ready if now - member.reported_at > DONE_GRACE_S]
     apart = stranded(roster, now, STRANDED_S)
     gone = missing(roster) or early or roster.torn
     if not (gone or apart) or not any(has_run_state(member) for member in living):
@@ -250,8 +246,8 @@ def _drop_lost(state: Membership, roster: AttemptState, now: float) -> Membershi
         why = short(first) + (f", and {len(others)} more" if others else "")
     roster = replace(
         roster,
-        exit_codes=(*roster.exit_codes, *(member.exit_code or 0 for member in ready)),
-        chief_done_in=roster.members[0].generation if finished(roster) else roster.chief_done_in,
+        exit_codes=(*roster.exit_codes, *(member.report.exit_code or 0 for member in ready)),
+        chief_done_in=roster.members[0].report.generation if finished(roster) else roster.chief_done_in,
     )
     for member in ready:
         if member.slot in roster.slots:
@@ -265,7 +261,8 @@ def _group_failure(state: Membership, member: Member, now: float) -> EndedWorker
         _end_of(state, member, now).end,
         kind="exception",
         error="PeerLost",
-        message=f"the workers lost each other {MAX_STRANDED} times in a row at step {member.step}, and all are alive",
+        message=f"the workers lost each other {MAX_STRANDED} times in a row at step {member.report.step}, "
+        "and all are alive",
     )
     return EndedWorker(end=end, at=now)
 
@@ -329,9 +326,9 @@ def _planned_change(state: Membership, roster: AttemptState, now: float) -> Memb
 
 def _newcomers_too_late(roster: AttemptState) -> bool:
     """Whether the call that newcomers wait in ended before the members completed another step of it."""
-    newcomers = {member.incarnation for member in roster.members if member.generation != roster.before}
+    newcomers = {member.incarnation for member in roster.members if member.report.generation != roster.before}
     return bool(roster.before and roster.call) and any(
-        member.call > roster.call and member.generation == roster.before
+        member.report.call > roster.call and member.report.generation == roster.before
         for member in alive(roster)
         if member.incarnation not in newcomers
     )
@@ -384,7 +381,7 @@ def _regroup(
     why: str,
 ) -> Membership:
     staying = [replace(member, stranded_at=0.0) for member in staying]
-    admitted = [replace(worker, catch_up=roster.last_step or 0, offers=0, generation="") for worker in newcomers]
+    admitted = [replace(worker, catch_up=roster.last_step or 0) for worker in newcomers]
     members = tuple(replace(member, rank=rank) for rank, member in enumerate([*staying, *admitted]))
     generation = next_generation(state)
     members = (replace(members[0], leads_since=members[0].leads_since or generation), *members[1:])

@@ -126,7 +126,9 @@ def _planned(worker: Member, *, joining: bool) -> PlannedWorker:
 
 def _elsewhere(roster: AttemptState, agent: str, now: float) -> dict[int, WorkerPosition]:
     return {
-        member.rank: WorkerPosition(step=member.step, phase=member.phase, age_s=now - member.moved_at)
+        member.rank: WorkerPosition(
+            step=member.report.step, phase=member.report.phase, age_s=member.report.age_s + now - member.reported_at
+        )
         for member in roster.members
-        if member.agent != agent and member.step is not None
+        if member.agent != agent and member.report.step is not None
     }

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from manyhands.control.membership import elastic, worker_reports
 from manyhands.control.membership.attempt_end import conclude, end_run, give_up_on_silent, stopped_code
-from manyhands.control.membership.failure_policy import EndedWorker
 from manyhands.control.membership.slots import rescaled
 from manyhands.control.membership.state import (
     AttemptState,
@@ -37,8 +36,7 @@ from manyhands.control.membership.state import (
     begun,
     parse_generation,
 )
-from manyhands.control.messages.agent_messages import CheckpointCommit, HostReport, MemberReport
-from manyhands.control.messages.failure import WorkerEnd
+from manyhands.control.messages.agent_messages import CheckpointCommit, HostReport
 
 __all__ = ["begin", "parse_generation", "react", "restored"]
 
@@ -151,11 +149,11 @@ def _apply_report(state: Membership, report: HostReport, now: float) -> Membersh
         state = worker_reports.apply_report(state, state.roster, report, now) if state.roster is not None else state
     elif report.generation is not None and state.roster is not None:
         if report.generation == state.roster.generation:
-            state = _apply_member_reports(state, state.roster, report, now)
+            state = _with_reported_ends(worker_reports.apply_report(state, state.roster, report, now))
         elif report.members:
             state = replace(state, stale=state.stale + 1)
     if report.leaving and report.clear:
-        return _leave(state, report.agent, now)
+        return _leave(state, report.agent)
     return state
 
 
@@ -165,53 +163,23 @@ def _newest(one: CheckpointCommit | None, other: CheckpointCommit | None) -> Che
     return other if other.step >= one.step else one
 
 
-def _apply_member_reports(state: Membership, roster: AttemptState, report: HostReport, now: float) -> Membership:
-    reports = {member.rank: member for member in report.members}
-    ended = {entry.end.rank for entry in roster.ends}
-    members, ends, stale = [], list(roster.ends), state.stale
-    first_step, last_step = roster.first_step, roster.last_step
-    for member in roster.members:
-        reported = reports.get(member.rank)
-        if member.agent != report.agent or reported is None:
-            members.append(member)
-            continue
-        if reported.incarnation != member.incarnation:
-            stale += 1
-            members.append(member)
-            continue
-        members.append(_updated(member, reported, report.clear, now))
-        if reported.end is not None and member.rank not in ended:
-            ends.append(EndedWorker(end=reported.end, at=now - reported.ended_s_ago))
-        for step in (reported.first_step, reported.step, reported.end.step if reported.end else None):
-            if step is not None:
-                first_step = step if first_step is None else min(step, first_step)
-                last_step = max(step, last_step or 0)
-    cleared = tuple(sorted({*roster.cleared, report.agent})) if report.clear else roster.cleared
-    roster = replace(
-        roster, members=tuple(members), ends=tuple(ends), cleared=cleared, first_step=first_step, last_step=last_step
-    )
-    return replace(state, roster=roster, stale=stale)
+def _with_reported_ends(state: Membership) -> Membership:
+    """A static attempt fails with its first worker, so each end counts as soon as it is reported."""
+    roster = state.roster
+    assert roster is not None
+    known = {ended.end.rank for ended in roster.ends}
+    reported = [worker_reports.reported_end(member) for member in roster.members if member.rank not in known]
+    new = [ended for ended in reported if ended is not None]
+    roster = worker_reports.with_steps(roster, [ended.end.step for ended in new])
+    return replace(state, roster=replace(roster, ends=(*roster.ends, *new)))
 
 
-def _updated(member: Member, reported: MemberReport, clear: bool, now: float) -> Member:
-    status = "dead" if clear and reported.status != "done" else reported.status
-    return replace(
-        member,
-        status=status,
-        exit_code=reported.exit_code,
-        pid=reported.pid,
-        step=reported.step,
-        phase=reported.phase,
-        moved_at=now - reported.age_s,
-    )
-
-
-def _leave(state: Membership, agent: str, now: float) -> Membership:
+def _leave(state: Membership, agent: str) -> Membership:
     """An agent leaves, after it has confirmed that its workers are dead. Its members are lost to this generation."""
     if state.settings.elastic is not None and state.roster is not None:
         state = worker_reports.lose_host(state, state.roster, agent, gone=True)
     elif state.roster is not None and state.phase == "running" and agent in state.roster.agents:
-        state = _lose(state, state.roster, agent, now)
+        state = _lose(state, state.roster, agent)
     return replace(state, hosts={name: host for name, host in state.hosts.items() if name != agent})
 
 
@@ -224,24 +192,18 @@ def _note_silence(state: Membership, now: float) -> Membership:
         if state.settings.elastic is not None and state.roster is not None and state.phase in ("running", "stopping"):
             state = worker_reports.lose_host(state, state.roster, host.agent, gone=False)
         elif state.roster is not None and state.phase == "running" and host.agent in state.roster.agents:
-            state = _lose(state, state.roster, host.agent, host.heard_at)
+            state = _lose(state, state.roster, host.agent)
         elif state.phase == "gathering" and (state.roster is None or host.agent not in state.roster.agents):
             state = replace(state, hosts={name: h for name, h in state.hosts.items() if name != host.agent})
     return state
 
 
-def _lose(state: Membership, roster: AttemptState, agent: str, at: float) -> Membership:
-    members, ends = [], list(roster.ends)
-    ended = {entry.end.rank for entry in ends}
-    name = state.hosts[agent].name
-    for member in roster.members:
-        if member.agent == agent and member.status == "live":
-            member = replace(member, status="suspect")
-            if member.rank not in ended:
-                end = WorkerEnd(rank=member.rank, host=name, pid=member.pid, kind="lost", step=member.step)
-                ends.append(EndedWorker(end=end, at=at))
-        members.append(member)
-    return replace(state, roster=replace(roster, members=tuple(members), ends=tuple(ends)))
+def _lose(state: Membership, roster: AttemptState, agent: str) -> Membership:
+    known = {ended.end.rank for ended in roster.ends}
+    there = [member for member in roster.members if member.agent == agent and member.status == "live"]
+    ends = [worker_reports.lost(state, member) for member in there if member.rank not in known]
+    members = tuple(replace(member, status="suspect") if member in there else member for member in roster.members)
+    return replace(state, roster=replace(roster, members=members, ends=(*roster.ends, *ends)))
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------
@@ -302,20 +264,11 @@ def _in_order(hosts: Sequence[Host]) -> list[Host]:
 
 
 def _form(state: Membership, hosts: list[Host], master: tuple[str, int], now: float) -> Membership:
-    members: list[Member] = []
-    for host in hosts:
-        for local_rank in range(host.slots):
-            number = len(members)
-            members.append(
-                Member(
-                    rank=number,
-                    agent=host.agent,
-                    local_rank=local_rank,
-                    incarnation=state.next_incarnation + number,
-                    moved_at=now,
-                )
-            )
-    return begun(state, tuple(members), tuple(host.agent for host in hosts), master, now)
+    agents = [host.agent for host in hosts for _ in range(host.slots)]
+    members = tuple(
+        Member(rank=rank, agent=agent, incarnation=state.next_incarnation + rank) for rank, agent in enumerate(agents)
+    )
+    return begun(state, members, tuple(host.agent for host in hosts), master, now)
 
 
 def _watch(state: Membership, roster: AttemptState, now: float) -> Membership:

@@ -225,14 +225,7 @@ def _fill(state: Membership, roster: AttemptState, now: float) -> Membership:
     if not vacant:
         return state
     newcomers = [
-        Member(
-            rank=-1,
-            agent=slot.agent,
-            local_rank=0,
-            incarnation=state.next_incarnation + index,
-            slot=number,
-            moved_at=now,
-        )
+        Member(rank=-1, agent=slot.agent, incarnation=state.next_incarnation + index, slot=number)
         for index, (number, slot) in enumerate(vacant)
     ]
     return replace(

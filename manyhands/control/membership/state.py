@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from manyhands.control.membership.failure_policy import EndedWorker, Signature
-from manyhands.control.messages.agent_messages import CheckpointCommit, HostReport, JobDescription
+from manyhands.control.messages.agent_messages import CheckpointCommit, HostReport, JobDescription, MemberReport
 from manyhands.control.messages.failure import Failure
 
 __all__ = [
@@ -80,33 +80,26 @@ class Host(_Value, frozen=True, kw_only=True):
 
 
 class Member(_Value, frozen=True, kw_only=True):
-    """suspect: its host is silent, and it may be alive. It counts as dead only after its agent has said so.
+    """A worker: what the coordinator decided about it, and what its agent last reported.
 
+    suspect: its host is silent, and it may be alive. It counts as dead only after its agent has said so.
     In an elastic attempt also a worker that is not in the group yet, or no longer; its rank is then -1.
     """
 
     rank: int
     agent: str
-    local_rank: int
     incarnation: int
     status: Literal["live", "suspect", "done", "failed", "dead", "left"] = "live"
-    exit_code: int | None = None
-    pid: int = 0
-    step: int | None = None
-    phase: str = ""
-    moved_at: float = 0.0
+    report: MemberReport = MemberReport()
+    """The last one; the first with `ended`, or "done", is kept, and of its end the first description."""
+    reported_at: float = 0.0
+    failed_at: float = 0.0
+    """When it failed, if its report says how it ended."""
     # The fields below are for elastic attempts only.
     slot: int = 0
-    ended: bool = False
-    end: EndedWorker | None = None
-    generation: str = ""
-    """The generation that its messages are for."""
-    call: int = 0
-    offers: int = 0
     offered_at: float = 0.0
     catch_up: int | None = None
     """For a newcomer: the run's step when it was admitted. Until it reports that step it lacks the run's state."""
-    done_at: float = 0.0
     stranded_at: float = 0.0
     """When it first reported that it waits for a newer generation; 0: it does not wait."""
     leads_since: str = ""

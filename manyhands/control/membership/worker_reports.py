@@ -1,4 +1,4 @@
-"""What is known of each worker of an elastic attempt, from the agents' reports. Pure; nothing is decided here.
+"""What is known of each worker of an attempt, from the agents' reports. Pure; nothing is decided here.
 
 This is soft state: agents repeat their reports, so a restarted coordinator soon has it again. Start reading at
 `apply_report`; below it are the queries that `elastic` makes on a roster.
@@ -7,6 +7,7 @@ This is soft state: agents repeat their reports, so a restarted coordinator soon
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -30,49 +31,53 @@ __all__ = [
     "missing",
     "offering",
     "quiet",
+    "reported_end",
     "resumed",
     "stranded",
+    "unreported_end",
+    "with_steps",
     "without_dismissed",
 ]
 
 
 def apply_report(state: Membership, roster: AttemptState, report: HostReport, now: float) -> Membership:
     """Merge this host's report of the workers that are planned there. Late reports are harmless: they undo nothing."""
-    reports = {reported.incarnation: reported for reported in report.members}
-    known = {worker.incarnation for worker in _all_workers(roster) if worker.agent == report.agent}
+    here = {worker.incarnation for worker in _all_workers(roster) if worker.agent == report.agent}
+    known = [reported for incarnation, reported in report.members.items() if incarnation in here]
     # An unknown worker was declared gone, or belongs to an older attempt. It is in no plan, so its agent kills it.
-    strangers = [reported for reported in report.members if reported.incarnation not in known and not reported.ended]
+    strangers = [number for number, reported in report.members.items() if number not in here and not reported.ended]
 
     def updated(worker: Member) -> Member:
         if worker.agent != report.agent:
             return worker
-        return _merged(worker, reports[worker.incarnation], now) if worker.incarnation in reports else _revived(worker)
+        reported = report.members.get(worker.incarnation)
+        return _merged(worker, reported, now) if reported is not None else _revived(worker)
 
-    steps = [
-        step
-        for reported in report.members
-        if reported.incarnation in known
-        for step in (reported.first_step, reported.step)
-        if step is not None
-    ]
     cleared = set(roster.cleared) - {report.agent}
     if report.clear and report.generation == roster.generation:
         cleared.add(report.agent)
     roster = replace(
-        roster,
+        with_steps(roster, [step for reported in known for step in (reported.first_step, reported.step)]),
         members=tuple(updated(worker) for worker in roster.members),
         joining=tuple(updated(worker) for worker in roster.joining),
         dismissed=tuple(updated(worker) for worker in roster.dismissed),
         cleared=tuple(sorted(cleared)),
-        first_step=min([*steps, *_some(roster.first_step)], default=None),
-        last_step=max([*steps, *_some(roster.last_step)], default=None),
         failed_server=roster.failed_server or failed_server(roster, report, now),
     )
     return replace(state, roster=roster, stale=state.stale + len(strangers))
 
 
-def _some(value: int | None) -> list[int]:
-    return [] if value is None else [value]
+def with_steps(roster: AttemptState, reported: Sequence[int | None]) -> AttemptState:
+    """With these steps in the range from the attempt's first to its last."""
+    return replace(
+        roster,
+        first_step=min(_known(roster.first_step, *reported), default=None),
+        last_step=max(_known(roster.last_step, *reported), default=None),
+    )
+
+
+def _known(*steps: int | None) -> list[int]:
+    return [step for step in steps if step is not None]
 
 
 def _all_workers(roster: AttemptState) -> tuple[Member, ...]:
@@ -80,26 +85,23 @@ def _all_workers(roster: AttemptState) -> tuple[Member, ...]:
 
 
 def _merged(worker: Member, reported: MemberReport, now: float) -> Member:
-    if worker.ended or worker.status in ("dead", "done"):
+    before = worker.report
+    if before.ended or worker.status in ("dead", "done"):
         return worker
-    end = worker.end
-    if reported.end is not None and end is None:
-        end = EndedWorker(end=reported.end, at=now - reported.ended_s_ago)
     return replace(
         worker,
         status=reported.status,
-        ended=reported.ended,
-        end=end,
-        exit_code=reported.exit_code,
-        pid=reported.pid,
-        step=max([*_some(worker.step), *_some(reported.step)], default=None),
-        phase=reported.phase,
-        moved_at=now - reported.age_s,
-        generation=max(worker.generation, reported.generation, key=_number),
-        call=max(worker.call, reported.call),
-        offers=max(worker.offers, reported.offers),
-        offered_at=now if reported.offers > worker.offers else worker.offered_at,
-        done_at=now if reported.status == "done" else 0.0,
+        report=replace(  # a late report takes nothing back
+            reported,
+            end=before.end or reported.end,
+            step=max(_known(before.step, reported.step), default=None),
+            generation=max(before.generation, reported.generation, key=_number),
+            call=max(before.call, reported.call),
+            offers=max(before.offers, reported.offers),
+        ),
+        reported_at=now,
+        failed_at=worker.failed_at if before.end is not None else now - reported.ended_s_ago,
+        offered_at=now if reported.offers > before.offers else worker.offered_at,
         stranded_at=(worker.stranded_at or now) if reported.stranded else 0.0,
     )
 
@@ -112,9 +114,9 @@ def lose_host(state: Membership, roster: AttemptState, agent: str, *, gone: bool
     """A host is silent, and its workers may be alive; or (`gone`) it has left, and its agent confirmed their death."""
 
     def marked(member: Member) -> Member:
-        if member.agent != agent or member.status in ("dead", "done") or member.ended:
+        if member.agent != agent or member.status in ("dead", "done") or member.report.ended:
             return member
-        return replace(member, status="dead" if gone else "suspect", ended=gone)
+        return replace(member, status="dead" if gone else "suspect")
 
     dismissed_there = [worker for worker in roster.dismissed if worker.agent == agent]
     roster = replace(roster, torn=roster.torn or any(blocks_step_end(roster, worker) for worker in dismissed_there))
@@ -130,7 +132,7 @@ def lose_host(state: Membership, roster: AttemptState, agent: str, *, gone: bool
 
 def without_dismissed(roster: AttemptState, workers: Sequence[Member]) -> AttemptState:
     """Remove these dismissed workers, which have ended. A chief among them may have been done instead of leaving."""
-    led = [worker.generation for worker in workers if worker.leads_since and _exited_normally(worker)]
+    led = [worker.report.generation for worker in workers if worker.leads_since and _exited_normally(worker)]
     return replace(
         roster,
         dismissed=tuple(worker for worker in roster.dismissed if worker not in workers),
@@ -139,10 +141,22 @@ def without_dismissed(roster: AttemptState, workers: Sequence[Member]) -> Attemp
     )
 
 
+def reported_end(worker: Member) -> EndedWorker | None:
+    return EndedWorker(end=worker.report.end, at=worker.failed_at) if worker.report.end is not None else None
+
+
 def lost(state: Membership, member: Member) -> EndedWorker:
-    host = state.hosts[member.agent]
-    end = WorkerEnd(rank=member.rank, host=host.name, pid=member.pid, kind="lost", step=member.step)
-    return EndedWorker(end=end, at=host.heard_at)
+    """The end of a member that was lost with its host."""
+    return EndedWorker(end=unreported_end(state, member, "lost"), at=state.hosts[member.agent].heard_at)
+
+
+def unreported_end(state: Membership, worker: Member, kind: Literal["lost", "exit"]) -> WorkerEnd:
+    """The end of a worker, as far as it is known without a description by its agent."""
+    host = state.hosts[worker.agent].name if worker.agent in state.hosts else worker.agent
+    report = worker.report
+    return WorkerEnd(
+        rank=worker.rank, host=host, pid=report.pid, kind=kind, exit_code=report.exit_code or 0, step=report.step
+    )
 
 
 def resumed(roster: AttemptState) -> AttemptState:
@@ -158,7 +172,7 @@ def _revived(member: Member) -> Member:
 
 
 def alive(roster: AttemptState) -> list[Member]:
-    return [m for m in roster.members if m.status not in ("dead", "done", "suspect") and not m.ended]
+    return [m for m in roster.members if m.status not in ("dead", "done", "suspect") and not m.report.ended]
 
 
 def living(roster: AttemptState) -> dict[int, int]:
@@ -167,7 +181,7 @@ def living(roster: AttemptState) -> dict[int, int]:
 
 
 def _is_gone(worker: Member) -> bool:
-    return worker.ended or worker.status == "dead"
+    return worker.report.ended or worker.status == "dead"
 
 
 def missing(roster: AttemptState) -> list[Member]:
@@ -183,29 +197,29 @@ def finished(roster: AttemptState) -> bool:
     chief = roster.members[0]
     veterans = [member for member in roster.members if has_run_state(member)]
     over = roster.chief_done_in and all(member.status in ("done", "suspect") for member in veterans)
-    if over and all(_number(member.generation) <= _number(roster.chief_done_in) for member in veterans):
+    if over and all(_number(member.report.generation) <= _number(roster.chief_done_in) for member in veterans):
         return True
-    return chief.status == "done" and _number(chief.generation) >= _number(chief.leads_since)
+    return chief.status == "done" and _number(chief.report.generation) >= _number(chief.leads_since)
 
 
 def has_run_state(member: Member) -> bool:
     """Whether it has the run's state: it is a member from the start, or has caught up since it was admitted."""
-    return member.catch_up is None or (member.step is not None and member.step >= member.catch_up)
+    return member.catch_up is None or (member.report.step is not None and member.report.step >= member.catch_up)
 
 
 def blocks_step_end(roster: AttemptState, worker: Member) -> bool:
     """Whether members need this dismissed worker to complete the step after which they switch generations."""
-    waiting = any(member.generation != roster.generation for member in alive(roster))
-    return waiting and worker.generation == roster.before and not _exited_normally(worker)
+    waiting = any(member.report.generation != roster.generation for member in alive(roster))
+    return waiting and worker.report.generation == roster.before and not _exited_normally(worker)
 
 
 def _exited_normally(worker: Member) -> bool:
-    return worker.status == "done" or (worker.status == "left" and not worker.exit_code)
+    return worker.status == "done" or (worker.status == "left" and not worker.report.exit_code)
 
 
 def quiet(roster: AttemptState) -> bool:
     return all(
-        member.status == "live" and not member.ended and member.generation == roster.generation
+        member.status == "live" and not member.report.ended and member.report.generation == roster.generation
         for member in roster.members
     )
 
@@ -215,13 +229,13 @@ def stranded(roster: AttemptState, now: float, for_s: float) -> list[Member]:
     return [
         member
         for member in alive(roster)
-        if member.stranded_at and member.generation == roster.generation and now - member.stranded_at >= for_s
+        if member.stranded_at and member.report.generation == roster.generation and now - member.stranded_at >= for_s
     ]
 
 
 def call_of(roster: AttemptState) -> int:
     """The public call that the run is in."""
-    return max((member.call for member in roster.members), default=0)
+    return max((member.report.call for member in roster.members), default=0)
 
 
 def offering(state: Membership, roster: AttemptState) -> list[Member]:
@@ -229,5 +243,5 @@ def offering(state: Membership, roster: AttemptState) -> list[Member]:
     return [
         worker
         for worker in roster.joining
-        if worker.offers and worker.offers == call and worker.status == "live" and accepts_workers(state, worker.agent)
+        if call and worker.report.offers == call and worker.status == "live" and accepts_workers(state, worker.agent)
     ]

@@ -41,13 +41,11 @@ class MemberReport(MessagePart, frozen=True, kw_only=True):
     """One worker as its agent sees it. failed: it raised, or ended badly; it may still be alive until `clear`.
 
     left: it was dismissed from an elastic run, and has ended; exit code 0: without being killed.
+    The default is a worker that was not started yet.
     """
 
-    rank: int
-    """In an elastic run, the worker's slot instead."""
-    incarnation: int
-    status: Literal["live", "done", "failed", "left"]
-    pid: int
+    status: Literal["live", "done", "failed", "left"] = "live"
+    pid: int = 0
     ended: bool = False
     """The process has ended: its agent has waited for it (waitpid)."""
     generation: str = ""
@@ -64,8 +62,6 @@ class MemberReport(MessagePart, frozen=True, kw_only=True):
     step: int | None = None
     phase: str = ""
     age_s: float = 0.0
-    greeted: bool = False
-    """It has sent Hello: it uses our protocol."""
     end: WorkerEnd | None = None
     ended_s_ago: float = 0.0
 
@@ -94,7 +90,8 @@ class HostReport(Message, frozen=True, kw_only=True):
     """This agent is the coordinator's parent process, on the same host: it cannot be lost without the coordinator."""
     master: tuple[str, int] | None = None
     generation: str | None = None
-    members: list[MemberReport] = []
+    members: dict[int, MemberReport] = {}
+    """This host's workers, by incarnation."""
     clear: bool = True
     """No process of `generation` or of an earlier one is alive on this host."""
     stop: str | None = None

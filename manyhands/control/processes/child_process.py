@@ -1,4 +1,6 @@
-"""A helper process that an agent starts: it reads its configuration from a pipe, and exits when the pipe is closed.
+"""A helper process of an agent, such as the coordinator, which the agent restarts when it dies.
+
+It reads its configuration from a pipe, and exits when the pipe is closed.
 
 The configuration, with the run's key, goes through the pipe; nothing secret is in its arguments or environment. The
 same pipe is the lifeline: when it is closed the agent is gone, however it ended.
@@ -13,18 +15,22 @@ import time
 
 from manyhands import signals
 
-__all__ = ["ChildProcess"]
+__all__ = ["MAX_QUICK_DEATHS", "ChildProcess"]
 
 TAIL_BYTES = 4000
+# After this many deaths in a row, each within QUICK_S of the start, it is not restarted.
+MAX_QUICK_DEATHS = 5
+QUICK_S = 5.0
 
 
 class ChildProcess:
     def __init__(self, module: str, config: bytes) -> None:
         self._module, self._config = module, config
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        self._quick_deaths = 0
+        self._start()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         with signals.held_back():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module],
@@ -39,8 +45,8 @@ class ChildProcess:
         self.pidfd = os.pidfd_open(self.pid)
         self.stderr_fd = self._process.stderr.fileno()
         os.set_blocking(self.stderr_fd, False)
-        self.tail = b""
-        self.started_at = time.monotonic()
+        self._tail = b""
+        self._started_at = time.monotonic()
         try:
             self._process.stdin.write(len(self._config).to_bytes(4, "big") + self._config)
             self._process.stdin.flush()
@@ -53,8 +59,26 @@ class ChildProcess:
             data = os.read(self.stderr_fd, 65536)
         except BlockingIOError:
             return True
-        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
         return bool(data)
+
+    def restart(self, *, worked: bool = False) -> bool:
+        """It died, or hangs: kill it and start another. False, and none is started, if that evidently does not help.
+
+        `worked`: it did its work before it died, so it is able to start.
+        """
+        quick = time.monotonic() - self._started_at < QUICK_S and not worked
+        self._quick_deaths = self._quick_deaths + 1 if quick else 0
+        self.kill()
+        if self._quick_deaths >= MAX_QUICK_DEATHS:
+            return False
+        self._start()
+        return True
+
+    @property
+    def last_output(self) -> str:
+        """The end of its standard error."""
+        return self._tail.decode(errors="replace")
 
     @property
     def is_alive(self) -> bool:

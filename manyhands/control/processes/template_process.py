@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ from manyhands import signals
 
 __all__ = [
     "ROOM", "ForkRequest", "ForkedProcess", "Lent", "Template", "is_possible", "lend", "read_at_exec", "request_fork",
-    "set_subreaper",
+    "set_subreaper", "shared_template",
 ]  # fmt: skip
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
@@ -147,6 +147,57 @@ def lend(template: Lent) -> None:
     _lent[:] = [template]
 
 
+class _SharedTemplate:
+    """A template that one agent after the other uses, and that none of them ends."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = dict(environment)
+        self.channel, self.process = _start_process(environment)
+        self.is_ready = False
+
+
+_shared: list[_SharedTemplate] = []
+
+
+@contextlib.contextmanager
+def shared_template(environment: Mapping[str, str]) -> Iterator[None]:
+    """For programs that run one agent after another: within this context they fork their workers from one template.
+
+    torch is imported once instead of once per agent. `environment` is that of the workers; an agent whose workers have
+    other values of variables that are read at exec starts a template of its own.
+    """
+    if not is_possible():
+        yield
+        return
+    was_subreaper = _subreaper()
+    set_subreaper(True)
+    shared = _SharedTemplate(environment)
+    _shared.append(shared)
+    try:
+        yield
+    finally:
+        _shared.clear()
+        shared.channel.close()
+        shared.process.kill()
+        shared.process.wait()
+        set_subreaper(was_subreaper)
+
+
+def _start_process(environment: Mapping[str, str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    channel, theirs = socket.socketpair()
+    with theirs, signals.held_back():
+        process = subprocess.Popen(
+            _command(theirs.fileno()),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"OPENBLAS_NUM_THREADS": "1", **environment},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return channel, process
+
+
 class Template:
     def __init__(self, environment: Mapping[str, str], marked: Mapping[str, str]) -> None:
         self._environment, self._marked = dict(environment), dict(marked)
@@ -162,21 +213,16 @@ class Template:
 
     def _start(self) -> None:
         self._starts, self._started_at, self._is_ready = self._starts + 1, time.monotonic(), False
+        self._shared = _shared_for(self._environment)
+        if self._shared is not None:
+            self._process, self._channel = self._shared.process, self._shared.channel
+            self._is_ready = self._shared.is_ready
+            return
         lent = _lent.pop() if _lent else None
         if lent is not None and read_at_exec(lent.environment) == read_at_exec(self._environment):
             self._process, self._channel = lent.process, lent.channel
             return
-        self._channel, theirs = socket.socketpair()
-        with theirs, signals.held_back():
-            self._process = subprocess.Popen(
-                _command(theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={"OPENBLAS_NUM_THREADS": "1", **self._environment, **self._marked},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        self._channel, self._process = _start_process({**self._environment, **self._marked})
 
     def fork(
         self, shown: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]
@@ -222,16 +268,22 @@ class Template:
             self._channel.setblocking(False)
             with contextlib.suppress(OSError):
                 self._is_ready = self._channel.recv(1) == b"r"
+        if self._shared is not None:
+            self._shared.is_ready = self._is_ready
         return self._is_ready
 
     def _lose(self) -> None:
         """It is dead, or of no use: the next worker comes from a new one, unless that has happened too often."""
+        if self._shared is not None:
+            _shared.clear()  # its owner ends it
         self._end()
         if self._starts < MOST_STARTS:
             self._start()
 
     def _end(self) -> None:
-        if self._process is not None:
+        if self._shared is not None:
+            self._process = self._shared = None
+        elif self._process is not None:
             self._channel.close()
             self._process.kill()
             self._process.wait()
@@ -240,6 +292,14 @@ class Template:
     def close(self) -> None:
         self._end()
         set_subreaper(self._was_subreaper)
+
+
+def _shared_for(environment: Mapping[str, str]) -> _SharedTemplate | None:
+    """The shared template, if there is one and it fits; one that has died is of no use to any agent."""
+    if _shared and _shared[0].process.poll() is not None:
+        _shared.clear()
+    fits = _shared and read_at_exec(_shared[0].environment) == read_at_exec(environment)
+    return _shared[0] if fits else None
 
 
 def _command(channel: int) -> list[str]:

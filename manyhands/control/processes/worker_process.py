@@ -290,8 +290,6 @@ class WorkerProcess:
         status, self.end_reported = self.status, not self.alive
         end = self.end or (self._ending("") if status == "failed" else None)
         return MemberReport(
-            rank=self.number,
-            incarnation=self.identity.incarnation,
             pid=self.pid,
             ended=not self.alive,
             generation=self.generation,
@@ -304,7 +302,6 @@ class WorkerProcess:
             step=self.step,
             phase=self.phase,
             age_s=now - self.moved_at,
-            greeted=self.greeted,
             end=replace(end, log=self.log.path) if end and status == "failed" else None,
             ended_s_ago=now - self.failed_at if self.failed_at is not None else 0.0,
         )

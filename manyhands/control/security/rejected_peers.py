@@ -13,9 +13,8 @@ from typing import Any
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
-from manyhands.comm.transport import Port
+from manyhands.comm.transport import Port, SocketEvent, socket_event
 
 __all__ = ["PeerGate"]
 
@@ -59,7 +58,7 @@ class PeerGate:
         self._answer_zap()
         notes: list[str] = []
         while self._monitor is not None and self._monitor.poll(0):
-            note = self._note(recv_monitor_message(self._monitor))
+            note = self._note(socket_event(self._monitor))
             if note is not None:
                 notes.append(note)
         return notes + self._log_nameless()
@@ -72,9 +71,9 @@ class PeerGate:
             answer = [b"200", b"OK"] if known else [b"400", b"not a member"]
             self._zap.send_multipart([*frames[:2], b"1.0", frames[3], *answer, b"agent" if known else b"", b""])
 
-    def _note(self, event: Any) -> str | None:
+    def _note(self, event: SocketEvent) -> str | None:
         """Failures carry no peer; the disconnection that follows carries the descriptor that was accepted."""
-        kind, value = event["event"], int(event["value"])
+        kind, value = event
         if kind == zmq.EVENT_ACCEPTED:
             self._peers[value] = _peer(value)
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

@@ -5,8 +5,6 @@ The run does not depend on it. The kernel has all bytes that it has acknowledged
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
 from manyhands.control.processes.child_process import ChildProcess
@@ -16,9 +14,6 @@ from manyhands.control.servers.server_ports import reserve_port, tcp_endpoint
 
 __all__ = ["BackupProcess"]
 
-# A process that died this often, each time within QUICK_S, is not restarted.
-MAX_QUICK_DEATHS = 5
-QUICK_S = 5.0
 # The disk may be slow.
 END_S = 30.0
 
@@ -35,7 +30,6 @@ class BackupProcess:
             clients=weights_client_curve(key).public if key is not None else b"",
         )
         self._child = ChildProcess("manyhands.control.servers.backup_server", msgspec.msgpack.encode(config))
-        self._quick_deaths = 0
 
     @property
     def pid(self) -> int:
@@ -43,17 +37,11 @@ class BackupProcess:
 
     def tend(self) -> str | None:
         """Restart it if it has died; returns a warning about that."""
-        child = self._child
-        if not self.endpoint or child.is_alive:
+        if not self.endpoint or self._child.is_alive:
             return None
-        self._quick_deaths = self._quick_deaths + 1 if time.monotonic() - child.started_at < QUICK_S else 0
-        child.kill()
-        if self._quick_deaths >= MAX_QUICK_DEATHS:
+        if not self._child.restart():
             self.endpoint = ""
-            return (
-                f"the backup of other hosts' logs is given up; its last output: {child.tail.decode(errors='replace')}"
-            )
-        child.start()
+            return f"the backup of other hosts' logs is given up; its last output: {self._child.last_output}"
         return "the backup of other hosts' logs died; restarting it, no data was lost"
 
     def close(self) -> None:

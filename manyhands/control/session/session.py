@@ -15,6 +15,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,9 @@ class Session(StoreClient):
         """
         can_wait = isinstance(event, StepDone) and event.staleness is not None
         self._line.post(Publish(**self._header(), event=event), at_once=not can_wait)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        return nullcontext()  # an interrupt is for the agent, which sends a `StopRequest`
 
     def positions(self) -> dict[int, WorkerPosition]:
         """Every rank's last report; empty when the agent does not answer in time."""

@@ -16,8 +16,11 @@ import msgspec
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from manyhands.data.custom_orders import Order
+from manyhands.data.data_agreement import RowSample, agree, sample_of
+from manyhands.data.pipeline.chain_source import ChainOrder, source_of
+from manyhands.data.pipeline.dataset import Dataset
 from manyhands.data.ready_batches import cannot_tell, may_be_batch
-from manyhands.data.row_exchange import RowExchange, agree
+from manyhands.data.row_exchange import RowExchange
 from manyhands.data.sources.columns import ColumnTable, is_array
 from manyhands.data.sources.file_source import open_files
 from manyhands.data.sources.per_slice_source import PerSliceSource
@@ -68,18 +71,19 @@ def as_source(
     exchange: RowExchange | None = None,
     batched: bool | None = None,
     order: Order | None = None,
+    seed: int = 0,
 ) -> Source:
     """The source for the user's data. Raises `DataError` for data that cannot work, before anything is read.
 
     With `batched` each item of the data is one global batch; False means one example. `order` sets which rows an epoch
-    uses, and in which order.
+    uses, and in which order. A `Dataset` draws its order and its random numbers from `seed`.
 
     With an `exchange`, every worker must call this at the same point: file listings are merged, and data whose length
-    differs between workers is refused.
+    or sampled rows differ between workers is refused.
     """
     if isinstance(data, RowSource | StreamSource | PerSliceSource):
         return data
-    options = _Options(collate, num_workers, context or InputContext(), exchange, batched)
+    options = _Options(collate, num_workers, context or InputContext(), exchange, batched, seed)
     if batched:
         _refuse_batched(data, collate)
     source = _recognise(data, options)
@@ -88,8 +92,12 @@ def as_source(
     source.shuffle = source.shuffle and shuffle
     if source.num_rows == 0:
         raise DataError(f"The data ({type(data).__name__}) has no rows.", fix=["data with at least one example"])
-    chosen = f" in the order {source.order.identity()}" if isinstance(source, RowSource) and source.order else ""
-    agree(exchange, f"{type(source).__name__}{chosen}", source.num_rows)
+    identity = source.order.identity() if isinstance(source, RowSource) and source.order else ""
+    identity = source.identity if isinstance(source, StreamSource) else identity
+    chosen = f" in the order {identity}" if identity else ""
+    if exchange is not None:
+        sample = sample_of(source.reader) if isinstance(source, RowSource) else RowSample()
+        agree(exchange, f"{type(source).__name__}{chosen}", source.num_rows, sample)
     return source
 
 
@@ -133,6 +141,11 @@ def _put_in_order(source: Source, order: Order) -> None:
             "function of the worker.",
             fix=["data with a length: tensors, or a Dataset with __getitem__ and __len__", "no order="],
         )
+    if isinstance(source.order, ChainOrder):
+        raise DataError(
+            "order= was given with a Dataset, which decides its order itself.",
+            fix=["no order=", "the tensors themselves, without mh.Dataset"],
+        )
     if source.order is not None:
         raise DataError(
             "The DataLoader has a sampler, and order= was given, too.",
@@ -148,9 +161,20 @@ class _Options(msgspec.Struct, frozen=True):
     context: InputContext
     exchange: RowExchange | None
     batched: bool | None = None
+    seed: int = 0
 
 
 def _recognise(data: Any, options: _Options) -> Source:
+    if isinstance(data, Dataset):
+        return source_of(
+            data.stage,
+            seed=options.seed,
+            collate=options.collate,
+            num_workers=options.num_workers,
+            batched=options.batched,
+            workers=options.context.num_workers,
+            exchange=options.exchange,
+        )
     if isinstance(data, str | os.PathLike):
         reader = open_files(os.fspath(data), options.collate, options.exchange, host=options.context.host)
         return _from_reader(reader, options)
@@ -273,6 +297,11 @@ def _from_slices(made: dict[int, Any], options: _Options) -> PerSliceSource:
             "batched=True is for whole global batches, but this data function returns separate data for each slice.",
             fix=["no batched=True, and batch_size=32", "one stream of batches for all"],
         )
+    if any(isinstance(made[v], Dataset) for v in wanted):
+        raise DataError(
+            "The data function returned a Dataset for each slice, but a Dataset is divided into slices by us.",
+            fix=["one Dataset for all slices"],
+        )
     slice_options = msgspec.structs.replace(options, exchange=None, num_workers=0)
     return PerSliceSource(
         {v: _recognise(made[v], slice_options) for v in wanted}, options.context.num_slices, options.exchange
@@ -285,6 +314,8 @@ def _from_loader(loader: DataLoader[Any], options: _Options) -> Source:
         return _from_iterable(
             LoaderBatches(loader), msgspec.structs.replace(options, num_workers=options.num_workers or 0)
         )
+    if isinstance(loader.dataset, Dataset):
+        raise DataError("A Dataset was given inside of a DataLoader.", fix=["fit(dataset): the Dataset itself"])
     refuse_own_batches(loader)
     warn_of_unused(loader)
     num_workers = loader.num_workers if options.num_workers is None else options.num_workers

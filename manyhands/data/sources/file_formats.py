@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,18 @@ import torch
 from manyhands.data.sources.columns import collate_rows
 from manyhands.errors import DataError
 
-__all__ = ["ColumnFile", "LineFile", "Part", "examples", "finish", "merge", "open_file"]
+__all__ = [
+    "ENDINGS",
+    "LINES",
+    "ColumnFile",
+    "LineFile",
+    "Part",
+    "UnreadableLine",
+    "examples",
+    "finish",
+    "merge",
+    "open_file",
+]
 
 Array = npt.NDArray[Any]
 Part = dict[str, Array] | list[bytes]
@@ -34,6 +46,8 @@ _SAFETENSORS_TYPES = {
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100 * 2**20
 _SCAN_BYTES = 16 * 2**20
+_BOM = b"\xef\xbb\xbf"
+_EXACT_FLOAT32, _EXACT_FLOAT64 = 2**24, 2**53
 
 
 class ColumnFile:
@@ -53,6 +67,14 @@ class ColumnFile:
         return {name: np.asarray(array[rows]) for name, array in self._columns.items()}
 
 
+class UnreadableLine(ValueError):
+    """A line that is no UTF-8 or no JSON: which of those that were read, and why."""
+
+    def __init__(self, index: int, kind: str, why: Exception) -> None:
+        super().__init__(f"{kind}: {why}")
+        self.index = index
+
+
 class LineFile:
     """Lines of text. A .jsonl row is a line that is not blank; a .txt row is any line."""
 
@@ -63,6 +85,8 @@ class LineFile:
         self.size = path.stat().st_size
         self._bytes = np.memmap(path, np.uint8, "r") if self.size else np.empty(0, np.uint8)
         self._starts, self._stops = _find_lines(self._bytes)
+        if self._bytes[: len(_BOM)].tobytes() == _BOM:
+            self._starts[0] = len(_BOM)
         if self.schema == ".jsonl":
             filled = np.array([bool(self._line(row).strip()) for row in range(len(self._starts))], dtype=bool)
             self._starts, self._stops = self._starts[filled], self._stops[filled]
@@ -70,6 +94,10 @@ class LineFile:
 
     def read(self, rows: npt.NDArray[np.int64]) -> Part:
         return [self._line(row) for row in rows.tolist()]
+
+    def line_number(self, row: int) -> int:
+        """Where a row is in the file, from 1, as editors count."""
+        return int(np.count_nonzero(self._bytes[: self._starts[row]] == ord("\n"))) + 1
 
     def _line(self, row: int) -> bytes:
         return bytes(self._bytes[self._starts[row] : self._stops[row]].tobytes().rstrip(b"\r"))
@@ -148,14 +176,41 @@ def _safetensors_column(path: Path, size: int, start: int, entry: dict[str, Any]
 
 def _open_csv(path: Path) -> ColumnFile:
     """float32 numbers. With a header line, one column per name; without, a row is a vector."""
-    with open(path, newline="", encoding="utf-8") as lines:
-        first = next(csv.reader(lines), [])
+    with open(path, newline="", encoding="utf-8-sig") as lines:
+        first = [field.strip() for field in next(csv.reader(lines), [])]
     named = any(not _is_number(field) for field in first)
-    table = np.loadtxt(path, np.float32, delimiter=",", skiprows=int(named), ndmin=2, encoding="utf-8", comments=None)
+    if named and len(set(first)) < len(first):
+        raise ValueError(f"several columns have one name: {', '.join(first)}")
+    exact = np.loadtxt(
+        path,
+        np.float64,
+        delimiter=",",
+        skiprows=int(named),
+        ndmin=2,
+        encoding="utf-8-sig",
+        comments=None,
+        quotechar='"',
+    )
+    table = exact.astype(np.float32)
+    _warn_of_rounded(path, exact, table, first if named else [])
     if not named:
         return ColumnFile(path, {"": table})
     table = table.reshape(-1, len(first))
-    return ColumnFile(path, {name.strip(): np.ascontiguousarray(table[:, n]) for n, name in enumerate(first)})
+    return ColumnFile(path, {name: np.ascontiguousarray(table[:, n]) for n, name in enumerate(first)})
+
+
+def _warn_of_rounded(path: Path, exact: Array, table: Array, names: list[str]) -> None:
+    """Fractions are rounded in any case; whole numbers that float32 does not have may be identifiers."""
+    large = (np.abs(exact) > _EXACT_FLOAT32) & (np.abs(exact) <= _EXACT_FLOAT64)
+    rounded = np.argwhere(large & (exact == np.floor(exact)) & (table != exact))
+    if len(rounded):
+        row, column = rounded[0].tolist()
+        name = names[column] if names else f"{column + 1}"
+        warnings.warn(
+            f"{path}: column {name} has {exact[row, column]:.0f}, which becomes {table[row, column]:.0f}: a .csv file "
+            "is read as float32, which has whole numbers up to 16777216. Identifiers can be kept in a .npy file.",
+            stacklevel=2,
+        )
 
 
 def _is_number(field: str) -> bool:
@@ -174,6 +229,9 @@ _OPENERS: dict[str, Callable[[Path], ColumnFile | LineFile]] = {
     ".jsonl": LineFile,
     ".txt": LineFile,
 }
+ENDINGS = tuple(_OPENERS)
+LINES = (".jsonl", ".txt")
+"""Kinds whose schema is their ending."""
 
 
 def merge(parts: list[tuple[npt.NDArray[np.int64], Part]], count: int) -> Part:
@@ -204,11 +262,18 @@ def finish(part: Part, schema: str) -> Any:
 def examples(part: Part, schema: str) -> list[Any]:
     """The same rows as a list, for a user's collate function."""
     if isinstance(part, list):
-        return [line.decode("utf-8") if schema == ".txt" else msgspec.json.decode(line) for line in part]
+        return [_decoded(line, schema, index) for index, line in enumerate(part)]
     batch = finish(part, schema)
     if isinstance(batch, torch.Tensor):
         return list(batch)
     return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+
+
+def _decoded(line: bytes, schema: str, index: int) -> Any:
+    try:
+        return line.decode("utf-8") if schema == ".txt" else msgspec.json.decode(line)
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise UnreadableLine(index, "UTF-8" if schema == ".txt" else "JSON", error) from error
 
 
 def _tensor(array: Array, dtype: str) -> torch.Tensor:

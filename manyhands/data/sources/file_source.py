@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import glob
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +20,42 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.data.row_exchange import RowExchange, decode, encode
-from manyhands.data.sources.file_formats import ColumnFile, LineFile, Part, examples, finish, merge, open_file
+from manyhands.data.sources.file_formats import (
+    LINES,
+    ColumnFile,
+    LineFile,
+    Part,
+    UnreadableLine,
+    examples,
+    finish,
+    merge,
+)
+from manyhands.data.sources.file_index import FileIndex, ListedFile
 from manyhands.data.sources.row_source import Collate
 from manyhands.errors import DataError
 
-__all__ = ["FileRows", "open_files"]
+__all__ = ["FileRows", "open_files", "open_listed"]
 
 Rows = npt.NDArray[np.int64]
-# A memory-mapped file keeps a file descriptor; a process may have about a thousand.
-_MAX_OPEN = 256
-
-
-class _Listed(msgspec.Struct, frozen=True, array_like=True):
-    """A file as one worker sees it."""
-
-    name: str
-    rows: int
-    size: int
-    schema: str
 
 
 def open_files(pattern: str, collate: Collate | None, exchange: RowExchange | None, *, host: int = 0) -> FileRows:
     """The files that match the pattern on this host; with an exchange, on all hosts."""
     paths = _matching(pattern)
-    own = []
-    for name, path in paths.items():
-        file = open_file(path)
-        own.append(_Listed(name, file.num_rows, file.size, file.schema))
+    index = FileIndex()
+    own = [msgspec.structs.replace(index.listed(str(path)), name=name) for name, path in paths.items()]
     hosts, listings, rank = _gather(own, exchange, host)
     files = _union(pattern, hosts, listings)
     names = [{file.name for file in listing} for listing in listings]
     has_file = np.array([[file.name in listing for file in files] for listing in names], dtype=bool)
-    return FileRows(files, [paths.get(file.name) for file in files], has_file, rank, collate)
+    return FileRows(files, [paths.get(file.name) for file in files], has_file, rank, collate, index)
+
+
+def open_listed(paths: Sequence[str], index: FileIndex) -> FileRows:
+    """These files, in this order; every worker has all of them."""
+    files = [index.listed(path) for path in paths]
+    _check_one_schema(files)
+    return FileRows(files, [Path(path) for path in paths], np.ones((1, len(files)), dtype=bool), 0, None, index)
 
 
 def _matching(pattern: str) -> dict[str, Path]:
@@ -67,7 +71,9 @@ def _matching(pattern: str) -> dict[str, Path]:
     return {path.relative_to(base).as_posix(): path for path in found}
 
 
-def _gather(own: list[_Listed], exchange: RowExchange | None, host: int) -> tuple[list[int], list[list[_Listed]], int]:
+def _gather(
+    own: list[ListedFile], exchange: RowExchange | None, host: int
+) -> tuple[list[int], list[list[ListedFile]], int]:
     """Every worker's host and listing, and this worker's rank."""
     if exchange is None:
         return [host], [own], 0
@@ -78,11 +84,11 @@ def _gather(own: list[_Listed], exchange: RowExchange | None, host: int) -> tupl
     listings = [decode(answer) for answer in answers]
     rank = next(number for number, listing in enumerate(listings) if listing[0] == token)
     hosts = [listing[1] for listing in listings]
-    return hosts, [msgspec.convert(listing[2], list[_Listed]) for listing in listings], rank
+    return hosts, [msgspec.convert(listing[2], list[ListedFile]) for listing in listings], rank
 
 
-def _union(pattern: str, hosts: list[int], listings: list[list[_Listed]]) -> list[_Listed]:
-    seen: dict[str, tuple[_Listed, int]] = {}
+def _union(pattern: str, hosts: list[int], listings: list[list[ListedFile]]) -> list[ListedFile]:
+    seen: dict[str, tuple[ListedFile, int]] = {}
     for host, listing in zip(hosts, listings, strict=True):
         for file in listing:
             first, where = seen.setdefault(file.name, (file, host))
@@ -97,13 +103,17 @@ def _union(pattern: str, hosts: list[int], listings: list[list[_Listed]]) -> lis
             f"No file matches {pattern}.", fix=["the path as seen from where the command runs", '"data/*.npy"']
         )
     files = [seen[name][0] for name in sorted(seen)]
+    _check_one_schema(files)
+    return files
+
+
+def _check_one_schema(files: list[ListedFile]) -> None:
     for file in files:
         if file.schema != files[0].schema:
             raise DataError(
                 f"Files differ in what a row is: {files[0].name} has {files[0].schema}, {file.name} has {file.schema}.",
                 fix=["a pattern that matches files of one kind"],
             )
-    return files
 
 
 class FileRows:
@@ -111,25 +121,21 @@ class FileRows:
 
     def __init__(
         self,
-        files: list[_Listed],
+        files: list[ListedFile],
         paths: list[Path | None],
         has_file: npt.NDArray[np.bool_],
         rank: int,
         collate: Collate | None,
+        index: FileIndex,
     ) -> None:
         self._files, self._paths, self._has_file, self._rank, self._collate = files, paths, has_file, rank, collate
         self._ends = np.cumsum([file.rows for file in files])
         self.num_rows = int(self._ends[-1])
         self.complete = bool(has_file.all())
         """Whether every worker has every file."""
-        self._opened: dict[int, ColumnFile | LineFile] = {}
-        self._opening = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}, "_opening": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _opening=threading.Lock())
+        self.has_lines = files[0].schema in LINES
+        """Whether rows are lines, not rows of columns."""
+        self._index = index
 
     def take(self, rows: Rows) -> Any:
         """A batch of rows that this worker has."""
@@ -137,7 +143,13 @@ class FileRows:
         if lacking.size:
             name = self._files[int(self._file_of(lacking[:1])[0])].name
             raise DataError(f"Row {lacking[0]} is in {name}, which this host does not have.")
-        return self._batch(self._read(rows))
+        return self._batch(self._read(rows), rows)
+
+    def examples(self, rows: Rows) -> list[Any]:
+        """The same one by one; only if every worker has every file."""
+        assert self.complete
+        with self._naming(rows):
+            return examples(self._read(rows), self._files[0].schema)
 
     def take_together(self, wanted: list[list[Rows]], exchange: RowExchange, name: str) -> list[Callable[[], Any]]:
         """Batches of the rows `wanted`, by rank; every worker calls this with the same arguments and gets its own.
@@ -164,7 +176,7 @@ class FileRows:
         whole = merge([*mine, *received], len(rows))
         edges = np.cumsum([len(rows) for rows in wanted[self._rank]])[:-1]
         pieces = _cut(whole, edges.tolist(), len(rows)) if wanted[self._rank] else []
-        return [functools.partial(self._batch, piece) for piece in pieces]
+        return [functools.partial(self._batch, *pair) for pair in zip(pieces, wanted[self._rank], strict=True)]
 
     def _sent(self, joined: list[Rows], provider: int) -> list[Rows]:
         """For each worker, the indices among its rows that `provider` sends."""
@@ -194,21 +206,33 @@ class FileRows:
         return merge(parts, len(rows))
 
     def _open(self, file: int) -> ColumnFile | LineFile:
-        with self._opening:
-            opened = self._opened.pop(file, None)
-            if opened is None:
-                path = self._paths[file]
-                assert path is not None, "only files of this host are read"
-                opened = open_file(path)
-            self._opened[file] = opened  # newest last
-            mapped = [number for number, other in self._opened.items() if not other.in_memory]
-            if len(mapped) > _MAX_OPEN:
-                del self._opened[mapped[0]]
-            return opened
+        path = self._paths[file]
+        assert path is not None, "only files of this host are read"
+        return self._index.open(str(path))
 
-    def _batch(self, part: Part) -> Any:
+    def _batch(self, part: Part, rows: Rows) -> Any:
         schema = self._files[0].schema
-        return finish(part, schema) if self._collate is None else self._collate(examples(part, schema))
+        with self._naming(rows):
+            if self._collate is None:
+                return finish(part, schema)
+            found = examples(part, schema)
+        return self._collate(found)
+
+    @contextmanager
+    def _naming(self, rows: Rows) -> Iterator[None]:
+        """Inside, a line that cannot be read becomes an error that says which of which file it is."""
+        try:
+            yield
+        except UnreadableLine as error:
+            row = int(rows[error.index])
+            file = int(self._file_of(np.array([row]))[0])
+            within, name = row - int(self._ends[file]) + self._files[file].rows, self._files[file].name
+            opened = self._open(file) if self._paths[file] is not None else None
+            line = opened.line_number(within) if isinstance(opened, LineFile) else within + 1
+            raise DataError(
+                f"{name}, line {line}, cannot be read as {error}",
+                fix=["a file of UTF-8 text", "one whole JSON value on each line, in .jsonl"],
+            ) from error
 
 
 def _cut(part: Part, edges: list[int], count: int) -> list[Part]:

@@ -29,6 +29,9 @@ __all__ = ["PerSliceFeed", "PerSliceSource", "PerSliceStreamFeed"]
 class PerSliceSource:
     """This worker's slices with their data, and the lengths of all slices' data (None for streams)."""
 
+    own_batch_size = None
+    endless = False
+
     def __init__(self, parts: dict[int, Any], num_slices: int, exchange: RowExchange | None) -> None:
         self.parts, self.num_slices = parts, num_slices
         self.shuffle, self.num_workers = True, 0

@@ -56,6 +56,10 @@ class RowSource:
         """The batch size of the DataLoader that was passed, for a `fit` without one."""
         self.loader_timeout_s: float | None = None
         """How long to wait for a slice from a loader process; None: for ever."""
+        self.own_batch_size: int | None = None
+        """The size of the batches that the data makes itself, so that no other can be asked for."""
+        self.endless = False
+        """Whether it repeats without an end, so that a run counts steps and not epochs."""
         self.order: Order | None = None
         """Which rows an epoch uses, if not each row once."""
         self.kept_loader: Any = None
@@ -106,6 +110,11 @@ class RowSource:
 
     def sample(self, rows: int, seed: int) -> RowSource:
         """A random subset of `rows` rows: the same for every caller with the same seed."""
+        if self.endless:
+            raise DataError(
+                "train_metrics draws from the rows of an epoch, but the data repeats without an end.",
+                fix=["no repeat() at the end of the Dataset", "no train_metrics="],
+            )
         drawn = np.random.default_rng(seed).permutation(self.num_rows)[:rows]
         reader = ChosenRows(self.reader, np.sort(drawn) + self.first)
         return RowSource(reader, fetched_by=self.fetched_by, num_workers=self.num_workers, shuffle=False)
@@ -125,7 +134,7 @@ class DatasetReader:
     """A map-style dataset. Rows are read together if it supports that, else one by one."""
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
-        self._dataset, self._collate = dataset, collate
+        self.dataset, self._collate = dataset, collate
         try:
             self.num_rows = len(dataset)
         except TypeError as error:
@@ -136,17 +145,17 @@ class DatasetReader:
 
     def take(self, rows: Rows) -> Any:
         numbers = rows.tolist()
-        if self._collate is None and is_table(self._dataset):
-            return collate_columns(self._dataset[numbers])
-        if hasattr(self._dataset, "__getitems__"):
-            examples = self._dataset.__getitems__(numbers)
+        if self._collate is None and is_table(self.dataset):
+            return collate_columns(self.dataset[numbers])
+        if hasattr(self.dataset, "__getitems__"):
+            examples = self.dataset.__getitems__(numbers)
         else:
             examples = [self._one(number) for number in numbers]
         return collate_rows(examples) if self._collate is None else self._collate(examples)
 
     def _one(self, number: int) -> Any:
         try:
-            return self._dataset[number]
+            return self.dataset[number]
         except Exception as error:
             error.add_note(f"while reading row {number}")
             raise

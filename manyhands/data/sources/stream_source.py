@@ -43,6 +43,10 @@ class StreamSource:
         self._data, self._collate, self.num_workers, self.batched = data, collate, num_workers, batched
         self.loader_batch_size: int | None = None
         self.loader_timeout_s: float | None = None
+        self.own_batch_size: int | None = None
+        self.endless = False
+        self.identity = ""
+        """Differs if the order may differ, as far as that is known."""
 
     def open(self, epoch: int) -> Iterator[Any]:
         if isinstance(self._data, Opener):

@@ -15,8 +15,6 @@ from torch import Tensor
 from manyhands.parallel.averaging.rounds import Rule
 
 __all__ = [
-    "OUTER_LR",
-    "OUTER_MOMENTUM",
     "Rule",
     "combine",
     "elastic_center",
@@ -27,10 +25,6 @@ __all__ = [
     "trimmed_mean",
     "weighted_mean",
 ]
-
-# The best values for the outer step according to the DiLoCo paper.
-OUTER_LR = 0.7
-OUTER_MOMENTUM = 0.9
 
 
 def combine(vectors: Tensor, rule: Rule, weights: Sequence[float], trim: float = 0.2) -> Tensor:
@@ -75,9 +69,7 @@ def trimmed_mean(vectors: Tensor, trim: float) -> Tensor:
     return mean(vectors.sort(dim=0).values[count : len(vectors) - count])
 
 
-def nesterov(
-    outer: Tensor, delta: Tensor, velocity: Tensor, *, lr: float = OUTER_LR, momentum: float = OUTER_MOMENTUM
-) -> tuple[Tensor, Tensor]:
+def nesterov(outer: Tensor, delta: Tensor, velocity: Tensor, *, lr: float, momentum: float) -> tuple[Tensor, Tensor]:
     """DiLoCo's outer step: the new outer weights and velocity. `delta` is the mean of (outer - worker's weights).
 
     With lr=1 and momentum=0 the result is the plain mean of the workers' weights.

@@ -134,8 +134,7 @@ def to_first_rank(data: bytes, axis: Axis, name: str, piece_bytes: int = PIECE_B
     """Gather the bytes of every rank on rank 0; the other ranks get an empty list."""
     if axis.size == 1:
         return [data]
-    lengths = torch.empty(axis.size, dtype=torch.int64)
-    axis.all_gather_start(lengths, torch.tensor([len(data)]), f"{name} (lengths)").wait()
+    lengths = axis.all_gather(torch.tensor(len(data)), f"{name} (lengths)")
     buffers = [bytearray() for _ in range(axis.size)]
     for start in range(0, int(lengths.max()), piece_bytes):
         sizes = [max(0, min(piece_bytes, int(length) - start)) for length in lengths]

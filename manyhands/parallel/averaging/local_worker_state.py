@@ -15,9 +15,18 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
+from manyhands.parallel.averaging.combine_ranks import to_first_rank
 
-__all__ = ["LocalWorkerState", "check_optimizer", "load_optimizer", "mean_of_weights", "states_of_optimizer"]
+__all__ = [
+    "LocalWorkerState",
+    "check_optimizer",
+    "gather_states",
+    "load_optimizer",
+    "mean_of_weights",
+    "states_of_optimizer",
+]
 
 _PLAIN = (bool, int, float, str, type(None))
 States = dict[int, dict[str, Any]]
@@ -66,6 +75,11 @@ class LocalWorkerState(msgspec.Struct):
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> LocalWorkerState:
         return cls(list(tree["weights"]), dict(tree["optimizer"]), dict(tree["extra"]))
+
+
+def gather_states(own: LocalWorkerState, axis: Axis) -> list[LocalWorkerState]:
+    """The states of all ranks, on rank 0; the other ranks get an empty list."""
+    return [LocalWorkerState.unpack(data) for data in to_first_rank(own.pack(), axis, "state of each worker")]
 
 
 def mean_of_weights(states: Sequence[LocalWorkerState]) -> list[Tensor]:

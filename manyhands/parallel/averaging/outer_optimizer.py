@@ -16,16 +16,7 @@ from torch import Tensor
 
 from manyhands.comm.axis import Axis
 from manyhands.comm.codecs import Codec
-from manyhands.parallel.averaging.averaging_rules import (
-    OUTER_LR,
-    OUTER_MOMENTUM,
-    Rule,
-    combine,
-    elastic_center,
-    mean,
-    mix,
-    nesterov,
-)
+from manyhands.parallel.averaging.averaging_rules import Rule, combine, elastic_center, mean, mix, nesterov
 from manyhands.parallel.averaging.combine_ranks import Combination, exchange_in_pair
 
 __all__ = ["AgreedWeights", "OuterStep", "mean_of_ranks_"]
@@ -34,15 +25,15 @@ __all__ = ["AgreedWeights", "OuterStep", "mean_of_ranks_"]
 class OuterStep(msgspec.Struct, frozen=True, kw_only=True):
     """How the agreed weights move, given the workers' differences from them."""
 
-    kind: Literal["mean", "nesterov", "elastic"] = "mean"
-    rule: Rule = "mean"
-    trim: float = 0.2
-    lr: float = OUTER_LR
-    momentum: float = OUTER_MOMENTUM
-    pull: float = 0.9
+    kind: Literal["mean", "nesterov", "elastic"]
+    rule: Rule
+    trim: float
+    lr: float
+    momentum: float
+    pull: float
     """EASGD's beta: the center moves this fraction of the way to the workers' mean, and each worker moves
     beta / workers of the way to the center."""
-    own_share: float = 0.0
+    own_share: float
     """The fraction of the local weights that a worker keeps when agreed weights arrive."""
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from manyhands.comm.codecs import Codec
+from manyhands.comm.handed_over import count_handed_over
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.peer_waits import Waiting
 from manyhands.comm.shared_memory import DTYPES, Plane
@@ -358,6 +359,8 @@ class SharedMemorySum(Sum):
 
     def finish(self) -> None:
         """A barrier: afterwards every buffer and message can be read."""
+        if self._mine:
+            count_handed_over(self.flat.num_bytes * len(self._nodes[self._share_index]))
         self.finish_share()
         if self._departures is not None:
             if not self._mine:

@@ -1,7 +1,8 @@
 """Which layers of a model are its blocks: the units that are gathered, or recomputed, as a whole.
 
 Members of `nn.ModuleList`, `nn.Sequential` and `nn.ModuleDict` are blocks, such as the layers of transformers and the
-stages of convolutional networks. It reads a model and changes nothing. Start reading at `blocks_of`.
+stages of convolutional networks. A pipeline's blocks, which cover the whole model and do not overlap, are those of
+`parallel.pipeline.stage_blocks`. It reads a model and changes nothing. Start reading at `blocks_of`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a model to its stages: its blocks, their costs, and where to cut.
 
-Only this module knows which kinds of models can be cut, and how. Start reading at `blocks_of` and `cut`.
+Only this module knows which kinds of models can be cut, and how. Start reading at `pipeline_blocks` and `cut`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from manyhands.errors import SpecError
 from manyhands.parallel.pipeline.exported_stages import ExportedModel
-from manyhands.parallel.pipeline.partition import BlockRange, Blocks, Chain, Inputs, balance, is_chain, starts_at
+from manyhands.parallel.pipeline.partition import BlockRange, Blocks, Chain, Inputs, balance, starts_at
+from manyhands.parallel.pipeline.stage_blocks import is_chain
 from manyhands.torch_private import pytree
 
-__all__ = ["blocks_of", "check_enough", "cut", "measure", "sizes_of"]
+__all__ = ["check_enough", "cut", "measure", "pipeline_blocks", "sizes_of"]
 
 
-def blocks_of(model: nn.Module, inputs: Inputs, stages: int, at: Sequence[str] = ()) -> Blocks:
+def pipeline_blocks(model: nn.Module, inputs: Inputs, stages: int, at: Sequence[str] = ()) -> Blocks:
     """A Sequential's modules, or those that another model calls with these inputs. The model is not changed."""
     return Chain(model) if is_chain(model) else ExportedModel(model, inputs, stages, at)
 

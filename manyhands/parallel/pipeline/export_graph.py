@@ -31,7 +31,17 @@ from manyhands.parallel.model.pytrees import tree_flatten
 from manyhands.parallel.pipeline.partition import Inputs
 from manyhands.torch_private import pytree
 
-__all__ = ["Call", "Trace", "bare_copy", "block_operation", "leaves_of", "trace"]
+__all__ = [
+    "Call",
+    "Trace",
+    "bare_copy",
+    "block_operation",
+    "leaves_of",
+    "no_mask_detection",
+    "quiet",
+    "trace",
+    "without_cache",
+]
 
 PLAIN = (
     bool,
@@ -168,15 +178,15 @@ def bare_copy(model: nn.Module) -> nn.Module:
         raise _not_exportable(model, error) from None
 
 
-def trace(bare: nn.Module, units: Sequence[str], inputs: Inputs) -> Trace:
+def trace(bare: nn.Module, blocks: Sequence[str], inputs: Inputs) -> Trace:
     """Trace the model on such inputs, in its current mode; `SpecError` with torch's reason if that fails."""
     tensors, constants = leaves_of(inputs)
     _check_plain("The model is called with", constants)
-    shell = _Shell(bare, units, inputs)
+    shell = _Shell(bare, blocks, inputs)
     # A size of 1 broadcasts, unlike other sizes: torch keeps it fixed, and would warn.
     shapes = tuple({dim: Dim.AUTO for dim, size in enumerate(t.shape) if size > 1} for t in tensors)
     calls: list[Call] = []
-    with _blocks_as_operations(bare, units, calls), _no_mask_detection(), _quiet():
+    with _blocks_as_operations(bare, blocks, calls), no_mask_detection(), quiet():
         try:
             # Copies, because a tensor that is passed twice would be traced as one input.
             examples = tuple(tensor.detach().clone() for tensor in tensors)
@@ -205,9 +215,9 @@ class _Shell(nn.Module):
     output: list[Any]
     output_spec: pytree.TreeSpec
 
-    def __init__(self, model: nn.Module, units: Sequence[str], inputs: Inputs) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> None:
         super().__init__()
-        self.model, self._units, self._inputs = model, tuple(f"{unit}." for unit in units), inputs
+        self.model, self._blocks, self._inputs = model, tuple(f"{block}." for block in blocks), inputs
         self.train(model.training)
 
     def train(self, mode: bool = True) -> _Shell:
@@ -219,7 +229,7 @@ class _Shell(nn.Module):
         given = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
         before = self._buffers_between()
-        result = self.model(*args, **kwargs, **_without_cache(self.model, kwargs))
+        result = self.model(*args, **kwargs, **without_cache(self.model, kwargs))
         _check_unchanged(self.model, before, self._buffers_between())
         leaves, self.output_spec = tree_flatten(result)
         self.output = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -228,7 +238,7 @@ class _Shell(nn.Module):
 
     def _buffers_between(self) -> dict[str, tuple[int, int]]:
         """The id of each buffer outside of blocks, and how often it was written to."""
-        found = ((name, one) for name, one in self.model.named_buffers() if not name.startswith(self._units))
+        found = ((name, one) for name, one in self.model.named_buffers() if not name.startswith(self._blocks))
         return {name: (id(one), one._version) for name, one in found}
 
 
@@ -242,7 +252,7 @@ def _check_unchanged(model: nn.Module, before: dict[str, tuple[int, int]], after
             )
 
 
-def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Hugging Face's decoders cache keys and values for generation by default; training does not need them."""
     known = "use_cache" in inspect.signature(model.forward).parameters and "use_cache" not in kwargs
     return {"use_cache": False} if known else {}
@@ -251,8 +261,8 @@ def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 class _blocks_as_operations:  # noqa: N801 - a context manager
     """Inside, calls of these modules are single operations, recorded in `calls`."""
 
-    def __init__(self, model: nn.Module, units: Sequence[str], calls: list[Call]) -> None:
-        self._modules = {name: model.get_submodule(name) for name in units}
+    def __init__(self, model: nn.Module, blocks: Sequence[str], calls: list[Call]) -> None:
+        self._modules = {name: model.get_submodule(name) for name in blocks}
         # A compiled module's forward is an attribute of the instance, and must be restored for the next trace.
         self._own = {name: module.__dict__["forward"] for name, module in self._modules.items() if _has_own(module)}
         self._calls = calls
@@ -293,7 +303,7 @@ def _has_own(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _no_mask_detection() -> Iterator[None]:
+def no_mask_detection() -> Iterator[None]:
     """`nn.TransformerEncoder` compares its mask with a causal one to set a hint, which the result does not need.
 
     A trace has no values to compare, so the hint is the value that the model passes.
@@ -310,7 +320,7 @@ def _no_mask_detection() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress torch's long output about what it cannot trace, which our error reports, and its warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

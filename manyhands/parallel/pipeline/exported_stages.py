@@ -18,7 +18,7 @@ from manyhands.errors import SpecError
 from manyhands.parallel.model.training_modes import copy_modes_
 from manyhands.parallel.pipeline.export_graph import Trace, bare_copy, block_operation, leaves_of, trace
 from manyhands.parallel.pipeline.partition import Inputs, params_below
-from manyhands.parallel.pipeline.stage_blocks import ancestors, largest_to_open, units_of
+from manyhands.parallel.pipeline.stage_blocks import ancestors, largest_to_open, names_of_blocks
 
 __all__ = ["ExportedModel"]
 
@@ -31,7 +31,7 @@ class ExportedModel:
         self.model, self._bare = model, bare_copy(model)
         opened = ancestors(at)
         while True:
-            self._units = units_of(model, opened)
+            self._blocks = names_of_blocks(model, opened)
             first = self._trace(inputs)
             called = [call.module for call in first.calls]
             wanted = largest_to_open(model, called) if len(called) < stages else None
@@ -41,8 +41,8 @@ class ExportedModel:
         if not first.calls:
             raise SpecError(f"{type(model).__name__} calls none of its submodules, so it cannot be cut into stages.")
         self.names = [call.name for call in first.calls]
-        blocks = {id(inner) for unit in self._units for inner in model.get_submodule(unit).modules()}
-        self._between = [module for module in model.modules() if id(module) not in blocks]
+        within = {id(inner) for block in self._blocks for inner in model.get_submodule(block).modules()}
+        self._between = [module for module in model.modules() if id(module) not in within]
         self._graphs: dict[tuple[bool, ...], list[_StagedGraph]] = {}
         self.first = _StagedGraph(first, model)
         self._graphs[self._modes()] = [self.first]
@@ -66,7 +66,7 @@ class ExportedModel:
         return tuple(module.training for module in self._between)
 
     def _trace(self, inputs: Inputs) -> Trace:
-        return trace(self._bare, self._units, inputs)
+        return trace(self._bare, self._blocks, inputs)
 
 
 class ExportedPart:
@@ -75,7 +75,7 @@ class ExportedPart:
     def __init__(self, traced: ExportedModel, begins: Sequence[str], number: int) -> None:
         self._traced, self._begins, self._number = traced, list(begins), number
         graph = traced.first
-        low, high = graph.blocks_of(self._begins, number)
+        low, high = graph.block_range(self._begins, number)
         calls = graph.trace.calls[low:high]
         self.names = [call.name for call in calls]
         self._called = dict.fromkeys(call.module for call in calls)
@@ -112,7 +112,7 @@ class _StagedGraph:
         self._order = [node for node in nodes if node.op != "placeholder" and "_assert" not in str(node.target)]
         self._plans: dict[tuple[str, ...], list[_Plan]] = {}
 
-    def blocks_of(self, begins: Sequence[str], number: int) -> tuple[int, int]:
+    def block_range(self, begins: Sequence[str], number: int) -> tuple[int, int]:
         """The range of calls that a stage runs."""
         names = [call.name for call in self.trace.calls]
         missing = [name for name in begins if name not in names]
@@ -165,7 +165,7 @@ class _StagedGraph:
 
     def _divide(self, begins: Sequence[str]) -> Iterator[_Plan]:
         """Assign each node to the stage of its block, or of the block before it; some nodes can run on any stage."""
-        bounds = [self.blocks_of(begins, number)[0] for number in range(len(begins))]
+        bounds = [self.block_range(begins, number)[0] for number in range(len(begins))]
         stage, block, stage_of = 0, -1, {}
         for node in self._order:
             if _is_block(node):

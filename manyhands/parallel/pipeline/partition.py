@@ -7,14 +7,15 @@ to cut from the cost of each block, `starts_at` from the user's names. Start rea
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
 from manyhands.errors import SpecError
+from manyhands.parallel.pipeline.stage_blocks import is_chain, names_in_chain
 
-__all__ = ["BlockRange", "Blocks", "Chain", "Inputs", "balance", "is_chain", "shared_between", "starts_at"]
+__all__ = ["BlockRange", "Blocks", "Chain", "Inputs", "balance", "shared_between", "starts_at"]
 
 
 class Inputs(NamedTuple):
@@ -168,32 +169,16 @@ def shared_between(parts: Sequence[BlockRange]) -> dict[str, list[int]]:
 # ---- a Sequential ----------------------------------------------------------------------------------------------
 
 
-def is_chain(module: nn.Module) -> bool:
-    """Whether a call of it only calls its children one after the other."""
-    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return plain and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
 class Chain:
     """The blocks of a `nn.Sequential`, which may contain others."""
 
     def __init__(self, model: nn.Module) -> None:
         assert is_chain(model)
-        self._model = model
-        self.names = [name for name, _ in _links("", model)]
+        self._model, self.names = model, names_in_chain(model)
 
     def parts(self, starts: Sequence[int]) -> list[_Links]:
         stops = [*starts[1:], len(self.names)]
         return [_Links(self._model, self.names[a:b], a == 0) for a, b in zip(starts, stops, strict=True)]
-
-
-def _links(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module._modules.items():  # named_children leaves out a module that occurs a second time
-        assert child is not None
-        if is_chain(child):
-            yield from _links(f"{prefix}{name}.", child)
-        else:
-            yield f"{prefix}{name}", child
 
 
 class _Links:

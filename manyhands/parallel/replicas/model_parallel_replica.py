@@ -18,7 +18,6 @@ from torch.optim import Adafactor, Muon, Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
-from manyhands.parallel.gradients.custom_reduction import Reduction
 from manyhands.parallel.gradients.gradient_norm import blocks_of, norm_of, squares_of
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
 from manyhands.parallel.model.tensor_shard import TensorShard
@@ -93,10 +92,8 @@ class ModelParallelReplica:
         world: Callable[[], Axis],
         mates: Callable[[], Axis],
         divide_: Callable[[nn.Module, Sequence[float] | None], ReplicaPart],
-        reduction: Reduction | None = None,
     ) -> None:
-        """`reduction` is the user's function that combines the gradients of slices, if there is one."""
-        self._world, self._find_mates, self._divide, self.reduction = world, mates, divide_, reduction
+        self._world, self._find_mates, self._divide = world, mates, divide_
         self.mates: Axis
         self.divided: ReplicaPart
         self._knowing = 0
@@ -148,10 +145,8 @@ class ModelParallelReplica:
         """Sum the gradients of parameters that several stages have, in the order of the stages."""
         for tie in self.divided.ties:
             param, line = tie.param, tie.line
-            mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-            gathered = mine.new_empty(line.size, *mine.shape)
-            line.all_gather_start(gathered.view(-1), mine.view(-1), "gradients of tied weights").wait()
-            param.grad = gathered.sum(0)
+            mine = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = line.all_gather(mine, "gradients of tied weights").sum(0)
 
     def norm(self, params: Sequence[nn.Parameter], parts: Axis | None = None) -> float:
         """The norm of the whole gradient, the same on all ranks of the replica.
@@ -159,16 +154,15 @@ class ModelParallelReplica:
         With `parts`, each rank along that axis has a part of each gradient.
         """
         grads = [param.grad for param in params if param.grad is not None and id(param) in self.divided.counted]
-        mine = squares_of(list(blocks_of(grads))).sum().view(1)
-        gathered = _gathered(mine, self.mates)
-        return norm_of(gathered if parts is None else _gathered(gathered, parts))
+        squares = squares_of(list(blocks_of(grads))).sum()
+        for axis in [self.mates] if parts is None else [self.mates, parts]:
+            squares = axis.all_gather(squares, "norm of the gradient").view(-1)
+        return norm_of(squares)
 
     def agree(self, replies: StepReplies) -> StepReplies:
         """Combine the requests of all ranks of the replica; the slices' reports are the same on each already."""
         mine = torch.tensor([float(replies.stop), float(replies.collect)], dtype=torch.float64)
-        gathered = mine.new_empty(self.mates.size, len(mine))
-        self.mates.all_gather_start(gathered.view(-1), mine, "requests within the replica").wait()
-        stop, collect = gathered.amax(0).tolist()
+        stop, collect = self.mates.all_gather(mine, "requests within the replica").amax(0).tolist()
         return replies._replace(stop=int(stop), collect=bool(collect))
 
     def told(self, reports: Sequence[SliceReport]) -> list[SliceReport]:
@@ -181,12 +175,6 @@ class ModelParallelReplica:
         return [
             SliceReport(total, weight, mine.statistics) for (total, weight), mine in zip(rows, reports, strict=True)
         ]
-
-
-def _gathered(mine: Tensor, axis: Axis) -> Tensor:
-    gathered = mine.new_empty(axis.size * len(mine))
-    axis.all_gather_start(gathered, mine, "norm of the gradient").wait()
-    return gathered
 
 
 def _check_divisible(optimizer: Optimizer) -> None:

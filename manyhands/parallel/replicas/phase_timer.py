@@ -18,12 +18,17 @@ class Phases:
     def __init__(self) -> None:
         self.begin()
 
-    def begin(self, waits: Sequence[Waiting] = (), load_s: float = 0.0) -> None:
-        """`waits` count the seconds of waiting for other ranks; loading has taken `load_s` already."""
+    def begin(self, waits: Sequence[Waiting] = (), load_s: float = 0.0, *, loaded_together: bool = False) -> None:
+        """`waits` count the seconds of waiting for other ranks; loading has taken `load_s` already.
+
+        With `loaded_together`, that was an exchange of rows, in which all ranks waited for the slowest.
+        """
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.seconds["load"] = load_s
         self.busy = self.seconds.copy()
         """The same without waiting for other ranks."""
+        if loaded_together:
+            self.busy["load"] = 0.0
         self._waits, self._waited = waits, sum(one.seconds for one in waits)
         self._last, self._took = perf_counter(), 0.0
 
@@ -35,6 +40,10 @@ class Phases:
         self.seconds[phase] += took
         self.busy[phase] += took - (waited - self._waited)
         self._last, self._waited = now, waited
+
+    def times(self) -> Sequence[float]:
+        """What a rank reports of its step: busy seconds in each phase, and seconds of waiting for other ranks."""
+        return *self.busy.values(), sum(self.seconds.values()) - sum(self.busy.values())
 
     def divide(self, phase: str, parts: Mapping[str, float], rest: str) -> None:
         """Move the time that was last added to `phase` to these parts, and the remainder to `rest`."""

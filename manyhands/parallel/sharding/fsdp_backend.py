@@ -228,15 +228,6 @@ class FsdpBackend(ShardedBackend):
             for part, mine, whole in zip(self._parts, parts, wholes, strict=True):
                 part.param.data = mine.copy_(part.share.cut(whole))
 
-    def gather(self, share: TensorShard, mine: Tensor) -> Tensor:
-        """The whole tensor from the ranks' shards, on every rank."""
-        rows = -(-share.shape[0] // self._axis.size)
-        padded = mine.new_zeros(rows, *share.shape[1:])
-        padded[: len(mine)].copy_(mine)
-        whole = mine.new_empty(rows * self._axis.size, *share.shape[1:])
-        self._axis.all_gather_start(whole.view(-1), padded.view(-1), "whole weights").wait()
-        return whole[: share.shape[0]]
-
     def _check(self) -> None:
         check_dividable(self._model, self._optimizer)
         dtypes = {param.dtype for param in self._model.parameters() if param.requires_grad}

@@ -31,6 +31,8 @@ class GatherPerStep(ShardedBackend):
     """Whole parameters from the beginning of a step to the end of its passes."""
 
     _buckets: Sequence[_Bucket] = ()
+    is_whole = False
+    """Parameters are whole between steps, for the user's code."""
 
     @property
     def shares(self) -> dict[int, TensorShard]:
@@ -64,8 +66,35 @@ class GatherPerStep(ShardedBackend):
             bucket.rest()
 
     @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Inside, parameters are whole, to read and to write; at the end rank 0's values are sharded again."""
+        self.make_whole()
+        try:
+            yield
+        finally:
+            self.shard_again()
+
+    def make_whole(self) -> None:
+        """Give every rank all weights, until `shard_again`."""
+        if not self.is_whole:
+            self.before_step()
+            self.is_whole = True
+
+    def shard_again(self) -> None:
+        """Keep this rank's shard of rank 0's weights."""
+        if self.is_whole:
+            self.is_whole = False
+            self._axis.broadcast_([param for bucket in self._buckets for param in bucket.params], "weights of rank 0")
+            for bucket in self._buckets:
+                bucket.cut(self._axis)
+            self.rest()
+
+    @contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, parameters are whole, and each rank may run any number of forward passes."""
+        if self.is_whole:
+            yield
+            return
         self.before_step()
         try:
             yield
@@ -137,11 +166,13 @@ class _Bucket:
         ]
 
     def gather(self, axis: Axis) -> None:
-        flat = self.mine.new_empty(self._world * len(self.mine))
-        axis.all_gather_start(flat, self.mine, "whole weights").wait()
-        rows = flat.view(self._world, -1)
+        rows = axis.all_gather(self.mine, "whole weights")
         for param, shape, offset, width in zip(self.params, self._wholes, self._offsets, self._widths, strict=False):
             param.data = rows[:, offset : offset + width].reshape(-1)[: _numel(shape)].view(shape)
+
+    def cut(self, axis: Axis) -> None:
+        """Take this rank's shards of the parameters, which are whole."""
+        self.mine.copy_(self.packed([param.detach() for param in self.params]).view(axis.size, -1)[axis.rank])
 
     def rest(self) -> None:
         for param, part in zip(self.params, self._parts, strict=True):

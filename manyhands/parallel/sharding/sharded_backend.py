@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
@@ -50,6 +50,13 @@ class ShardedBackend(ReplicaBackend):
         self._axis.broadcast_([*whole, *self._model.buffers()], "weights of rank 0")
         self.divide()
         self._axis.barrier("weights of rank 0")
+
+    def gather(self, share: TensorShard, mine: Tensor) -> Tensor:
+        """The whole tensor from the ranks' shards, on every rank."""
+        rows = -(-share.shape[0] // self._axis.size)
+        padded = mine.new_zeros(rows, *share.shape[1:])
+        padded[: len(mine)].copy_(mine)
+        return self._axis.all_gather(padded, "whole weights").flatten(0, 1)[: share.shape[0]]
 
     def put_down(self) -> Callable[[], None]:
         """Every rank keeps its shard: no other training may have this model."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, Adadelta, Adamax, NAdam, Optimizer, RAdam, Rprop
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.optim.ftrl import FTRL
-from manyhands.parallel.gradients.gradient_norm import blocks_of, squares_of
+from manyhands.parallel.gradients.gradient_norm import blocks_of, norm_of, squares_of
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
 from manyhands.parallel.model.step_buffers import MAX_SHADOW_NUMEL
 from manyhands.parallel.model.tensor_shard import TensorShard
@@ -34,14 +33,16 @@ def elementwise(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, SeveralOptimizers):
         return all(elementwise(one) for one in optimizer.optimizers.values())
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return (has_fused(optimizer) or type(optimizer) in _ELEMENTWISE) and not hooks
+    declared = getattr(optimizer, "divisible_by", "") == "elements"  # by one that wraps another library's
+    return (has_fused(optimizer) or type(optimizer) in _ELEMENTWISE or declared) and not hooks
 
 
 def check_dividable(model: nn.Module, optimizer: Optimizer) -> None:
     if not elementwise(optimizer):
         raise SpecError(
-            f"{type(optimizer).__name__} is not known to update each element independently, and each worker has only a "
-            "shard of a parameter.",
+            f"{type(getattr(optimizer, 'keras', optimizer)).__name__} is not known to update each element "
+            "independently, and each worker has only a shard of a parameter."
+            + (f" {why}." if (why := getattr(optimizer, "why_whole", "")) else ""),
             fix=["torch.optim.AdamW, or another of torch's that does", 'strategy="mirrored"; of a mesh, sharded=False'],
         )
     for name, param in model.named_parameters():
@@ -75,7 +76,5 @@ class ShardedUpdate(LocalUpdate):
 
     def norm(self) -> float:
         """The norm over all ranks, the same on each."""
-        mine = squares_of(list(blocks_of(self._grads()))).sum().reshape(1).cpu()
-        gathered = torch.empty(self._axis.size, dtype=torch.float64)
-        self._axis.all_gather_start(gathered, mine, "norm of gradients").wait()
-        return float(gathered.cumsum(0)[-1].sqrt())
+        mine = squares_of(list(blocks_of(self._grads()))).sum().cpu()
+        return norm_of(self._axis.all_gather(mine, "norm of gradients"))

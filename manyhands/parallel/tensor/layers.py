@@ -1,6 +1,6 @@
 """Tensor-parallel layers. A user's layer is converted in place: same object, same parameters.
 
-`divide_` sets a module's class to a subclass of its own and of one of the kinds below, so that names, hooks, tied
+`divide_` sets a module's class to a subclass of that class and of one of the kinds below, so that names, hooks, tied
 weights and `isinstance` stay as they were. Its parameters then are this rank's shards; code outside of the layer that
 reads its `weight` gets a `ShardedTensor`, which behaves like the whole tensor. Start reading at `ColumnParallel`.
 """

@@ -47,14 +47,17 @@ _ONE_TENSOR_AT_A_TIME = frozenset(
 )
 
 
-def ownable(optimizer: Optimizer) -> bool:
+def ownable(optimizer: Optimizer, *, one_copy: bool = False) -> bool:
     """Whether the new value of each tensor is known to depend on that tensor alone.
 
     This cannot be seen from outside: D-Adaptation and Prodigy estimate one step size from all tensors. A subclass may
-    do anything, and so may hooks, which would see only some gradients.
+    do anything, and so may hooks, which would see only some gradients. One that wraps another library's optimizer says
+    so as `divisible_by`; it counts only with `one_copy`, where the user has asked for one copy of the weights: that
+    library's callbacks may write weights, each rank its own.
     """
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer) in _ONE_TENSOR_AT_A_TIME and not hooks
+    declared = one_copy and getattr(optimizer, "divisible_by", "") in ("tensors", "elements")
+    return (type(optimizer) in _ONE_TENSOR_AT_A_TIME or declared) and not hooks
 
 
 def owners(sizes: Sequence[int], num_ranks: int) -> list[int]:

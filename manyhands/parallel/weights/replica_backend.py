@@ -58,14 +58,16 @@ class ReplicaBackend:
         check_every: int,
         warn: Callable[[str], None],
         reduction: Reduction | None = None,
+        one_copy: bool = False,
     ) -> None:
         """`sharing` is given if ranks share memory; `network` returns an axis that uses no shared memory.
 
-        `reduction`, if given, combines the gradients of slices instead of a sum.
+        `reduction`, if given, combines the gradients of slices instead of a sum. `one_copy`: the user has asked for one
+        copy of the weights.
         """
         self._model, self._optimizer, self._codec, self._network = model, optimizer, codec, network
         self._bucket_bytes, self._check_every, self._warn = bucket_bytes, check_every, warn
-        self._layout, self._reduction = "", reduction
+        self._layout, self._reduction, self._one_copy = "", reduction, one_copy
         self._residuals: Residuals | None = None
         """Those of sums that were released by `put_down`."""
         self._set_group(axis, sharing)
@@ -78,7 +80,8 @@ class ReplicaBackend:
 
     def _set_group(self, axis: Axis, sharing: SharedMemoryGroup | None) -> None:
         # Codecs are for networks. A user who sets one on a single host wants to see its effect: use the network there.
-        usable = sharing is not None and (self._codec is None or sharing.across is not None)
+        # A user's reduction takes every slice's gradients, and shared memory has sums.
+        usable = sharing is not None and (self._codec is None or sharing.across is not None) and self._reduction is None
         self._axis, self.sharing = axis, sharing if usable else None
 
     @property
@@ -195,7 +198,7 @@ class ReplicaBackend:
         self.sum, self.weights = self._new_sum(trained), LocalUpdate(trained, self._optimizer)
         self.shared = self.common = None
 
-    def _new_sum(self, trained: Sequence[nn.Parameter]) -> GradientSum:
+    def _new_sum(self, trained: Sequence[nn.Parameter]) -> GradientSum | CustomReduction:
         if self._reduction is not None:
             return CustomReduction(trained, self._network(), self._reduction)
         return GradientSum(trained, self._network(), self._bucket_bytes, self._codec)
@@ -251,7 +254,7 @@ class ReplicaBackend:
         if not shareable(gradients.params, optimizer):
             copies, current = 2 if sharing.is_elastic else 1, mapped.current if mapped else None
             return FusedSharedWeights(gradients, optimizer, plane, memory, copies=copies, current=current)
-        if not runs_fused(optimizer) and ownable(optimizer) and not sharing.is_elastic:
+        if not runs_fused(optimizer) and ownable(optimizer, one_copy=self._one_copy) and not sharing.is_elastic:
             return OwnerUpdates(gradients, optimizer, plane, memory)
         return None
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
+from manyhands.comm.handed_over import count_handed_over
 from manyhands.comm.transport import MAX_MESSAGE_BYTES
 from manyhands.embedding.row_layer import TableGradient, merge
 from manyhands.errors import PeerTimeout, SpecError, TrainingFailed
@@ -329,6 +330,9 @@ class LeasedEngine(LossComputation):
             _copy(memory.buffers(version), changing_state(self._model, memory.params))
         tables = self._reach.put_rows(self._rows.install(version), opened.servers)
         counts, more = self._put_states(memory, version)
+        for group in opened.groups:
+            if "iterations" in group:  # servers have counted updates since this process did
+                group["iterations"] = max(group["iterations"], *counts)
         return msgspec.structs.replace(opened, counts=counts, more=more, tables=tables)
 
     def _put_states(self, memory: VersionedMemory, version: int) -> tuple[list[int], bytes]:
@@ -361,6 +365,13 @@ class LeasedEngine(LossComputation):
         if self._writer is None:
             self._writer = GradientWriter(self._trained())
         return memory
+
+    def leave_memory(self) -> None:
+        """Between intervals: give the model a private copy of its weights, which the user's code may change.
+
+        The chief's weights are those with which the next interval begins.
+        """
+        self._leave_memory()
 
     def _leave_memory(self) -> None:
         """Give the model a private copy of its weights."""
@@ -574,6 +585,7 @@ class LeasedEngine(LossComputation):
         return changes
 
     def _push(self, push: PushedGradient) -> None:
+        count_handed_over(self._memory_now()[0].flat.num_bytes)
         self._reach.send(push.filled.held)
         self._link.tell(push)
         self._unapplied[push.filled.held.filling] = push

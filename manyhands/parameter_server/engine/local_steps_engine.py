@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from manyhands.embedding.row_layer import TableGradient
 from manyhands.errors import SpecError
-from manyhands.parallel.averaging.combine_ranks import to_first_rank
 from manyhands.parallel.averaging.local_worker_state import (
     LocalWorkerState,
     check_optimizer,
+    gather_states,
     load_optimizer,
     states_of_optimizer,
 )
@@ -59,23 +59,12 @@ class LocalWay(NamedTuple):
 def way_of(strategy: ParameterServer | LocalSGD) -> LocalWay:
     if isinstance(strategy, ParameterServer):
         periods, lr = Downpour(strategy.pull_every, strategy.push_every), strategy.local_lr
-        return LocalWay(
-            strategy.push_every,
-            lambda params, pull, optimizer: Accrue(params, pull, optimizer, periods, lr),
-            f"{periods}, local_lr={lr}",
-        )
+        make_rule = partial(Accrue, periods=periods, lr=lr)
+        return LocalWay(strategy.push_every, make_rule, f"{periods}, local_lr={lr}")
     assert strategy.leases, "it averages without servers"
     if strategy.asynchronous:
-        beta, description = (
-            strategy.pull,
-            f"asynchronous elastic averaging, every={strategy.every}, pull={strategy.pull}",
-        )
-        return LocalWay(
-            strategy.every,
-            lambda params, pull, optimizer: Elastic(params, pull, optimizer, beta),
-            description,
-            to_the_mean,
-        )
+        description = f"asynchronous elastic averaging, every={strategy.every}, pull={strategy.pull}"
+        return LocalWay(strategy.every, partial(Elastic, beta=strategy.pull), description, outer_sgd)
     return _rounds_of(strategy)
 
 
@@ -87,21 +76,17 @@ def _rounds_of(strategy: LocalSGD) -> LocalWay:
         rule=strategy.rule,  # type: ignore[arg-type]  # checked where it was written
         trim=strategy.trim,
     )
-    outer, how = to_the_mean, "the mean"
+    lr, momentum, how = 1.0, 0.0, "the mean"
     if strategy.outer == "nesterov":
-        outer, how = partial(beyond_the_mean, strategy), f"nesterov {strategy.outer_lr} {strategy.outer_momentum}"
-    return LocalWay(strategy.every, Drift, f"to {how}, every={strategy.every}, {quorum}", outer, quorum)
+        lr, momentum = strategy.outer_lr, strategy.outer_momentum
+        how = f"nesterov {lr} {momentum}"
+    make_outer = partial(outer_sgd, lr=lr, momentum=momentum)
+    return LocalWay(strategy.every, Drift, f"to {how}, every={strategy.every}, {quorum}", make_outer, quorum)
 
 
-def to_the_mean(params: Iterable[nn.Parameter]) -> Optimizer:
-    """Subtracts what workers push from the agreed weights."""
-    return torch.optim.SGD(params, lr=1.0)
-
-
-def beyond_the_mean(strategy: LocalSGD, params: Iterable[nn.Parameter]) -> Optimizer:
-    """DiLoCo's outer step."""
-    momentum = strategy.outer_momentum
-    return torch.optim.SGD(params, lr=strategy.outer_lr, momentum=momentum, nesterov=momentum > 0)
+def outer_sgd(params: Iterable[nn.Parameter], lr: float = 1.0, momentum: float = 0.0) -> Optimizer:
+    """Servers subtract what workers push from the agreed weights; with other settings, DiLoCo's outer step."""
+    return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 class _LocalRange:
@@ -275,8 +260,7 @@ class LocalStepsEngine(LeasedEngine):
         super().gather_state()
         if self._inner is not None:
             own = LocalWorkerState(self._rule.own(), states_of_optimizer(self._inner))
-            gathered = to_first_rank(own.pack(), self._network(), "state of each worker")
-            self._gathered = [LocalWorkerState.unpack(data) for data in gathered]
+            self._gathered = gather_states(own, self._network())
 
     def state(self) -> dict[str, Any]:
         gathered, self._gathered = self._gathered, []

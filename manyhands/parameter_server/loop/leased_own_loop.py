@@ -106,7 +106,7 @@ class LeasedOwnLoop:
             return False
         self._engine.leave()
         text = f"Rank {worker.rank} has left its loop by `break`: the others continue to the next sync point. "
-        worker.tell(Warned(text=f"{text}hands.request_stop() ends the loop on every worker."))
+        worker.events.emit_own(Warned(text=f"{text}hands.request_stop() ends the loop on every worker."))
         return True
 
 

@@ -66,7 +66,7 @@ class LeasedSource:
             self._lifecycle.change_group()
 
     def close(self) -> None:
-        self._worker.emit(StalenessSeen(step=self._training.progress.step, updates=dict(self._staleness)))
+        self._worker.events.emit(StalenessSeen(step=self._training.progress.step, updates=dict(self._staleness)))
 
     # ---- intervals ----
 
@@ -116,7 +116,7 @@ class LeasedSource:
         self.reopens = False
         before, self._kept_servers = self._kept_servers, self.engine.keeps_servers
         if self._kept_servers not in (0, before):
-            self._worker.warn(
+            self._worker.events.warn(
                 f"The run keeps its {self._kept_servers} servers: while they write a log, their number cannot change. "
                 "Stop the run, and start it again with another --servers."
             )
@@ -228,7 +228,7 @@ class LocalStepsSource(LeasedSource):
         super().close()
         if self._local.has_rounds:
             rounds = {workers: steps // workers for workers, steps in self._round_sizes.items()}
-            self._worker.emit(RoundsClosed(step=self._training.progress.step, rounds=rounds))
+            self._worker.events.emit(RoundsClosed(step=self._training.progress.step, rounds=rounds))
 
     def _next_interval(self) -> Interval | None:
         interval = super()._next_interval()

@@ -55,8 +55,8 @@ _makers: dict[int, _Maker] = {}
 
 def serve(worker: Worker, parts: Parts, scheduler: Callable[[Any], Any] | None) -> None:
     """Join the run and serve; exit the process with 0 when the run no longer needs it."""
-    session, spec, choice = worker.session, worker.resolved.spec, worker.strategy
-    assert isinstance(session, Session) and choice.on_servers
+    session, spec, choice = worker.agent_session, worker.resolved.spec, worker.strategy
+    assert choice.on_servers
     worker.join_run(
         RunFacts(
             run_dir=spec.run.run_dir,
@@ -142,7 +142,7 @@ def _prepare(
         worker.shared_memory,
         clip_norm=None if strategy.takes_local_steps else spec.train.clip_norm,
         place=(strategy.place if isinstance(strategy, ParameterServer) else None) or {},
-        foreign=foreign_state(model),
+        foreign=foreign_state(model, parts.sums),
         seed=spec.run.seed,
         log=_log(worker, session, strategy, number),
     )
@@ -159,7 +159,7 @@ def _log(worker: Worker, session: Session, strategy: ParameterServer | LocalSGD,
         return open_port(context, zmq.DEALER, address, FromBackup, curve=session.as_client)
 
     def warn(text: str) -> None:
-        worker.tell(Warned(text=f"server {number}: {text}"))
+        worker.events.emit_own(Warned(text=f"server {number}: {text}"))
 
     backups = Backups(number, lambda: session.backups, connect, training=worker.number)
     return log_of(worker.home, number, backups, warn)
@@ -169,7 +169,7 @@ class _ServerLoop:
     """The event loop of a server process."""
 
     def __init__(self, worker: Worker, session: Session, reached: _TrainingProgress) -> None:
-        self._worker, self._session, self._warn, identity = worker, session, worker.warn, session.identity
+        self._worker, self._session, self._warn, identity = worker, session, worker.events.warn, session.identity
         self._reached = reached
         self._training = self._wanted = reached.in_use if reached.in_use in _makers else worker.number
         self._newest: Number = (0, 0, 0)

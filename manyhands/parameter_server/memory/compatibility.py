@@ -123,6 +123,12 @@ def check_servable(precision: Precision, optimizer: Optimizer, model: nn.Module)
             "LBFGS evaluates the loss several times per step, which a parameter server cannot do.",
             fix=["another optimizer", 'strategy="mirrored"'],
         )
+    if why := getattr(optimizer, "why_whole", ""):  # of the trainer's Keras optimizer; servers update tensors in turn
+        raise SpecError(
+            f"Each parameter server updates its own variables, and how many servers there are may change: {why}.",
+            where="optimizer",
+            fix=["clip_norm=, in place of global_clipnorm", 'mh.ParameterServer(mode="hybrid")', "mh.Mirrored()"],
+        )
     try:
         msgspec.msgpack.encode(settings_of(optimizer))
     except (TypeError, ValueError, OverflowError) as error:

@@ -9,14 +9,13 @@ fill id. Start reading at `VersionedMemory`.
 from __future__ import annotations
 
 import hashlib
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from manyhands.comm.host_memory import Segment
+from manyhands.comm.host_memory import Memory, Segment
+from manyhands.comm.shared_register import JOURNAL_ENTRY_BYTES, Journal, Register
 from manyhands.native import library
 from manyhands.parallel.model.flat_layout import Flat, lay_out
 from manyhands.parallel.weights.shared_memory_weights import SharedCopy
@@ -24,9 +23,6 @@ from manyhands.parallel.weights.shared_memory_weights import SharedCopy
 __all__ = [
     "JOURNAL_LENGTH",
     "Attendance",
-    "Journal",
-    "Memory",
-    "Register",
     "StateTorn",
     "VersionedMemory",
     "copy_large_",
@@ -48,14 +44,9 @@ def copy_large_(target: Tensor, source: Tensor) -> None:
         library.copy(target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
-Memory = Callable[[str, int], Segment]
-"""A region by name, the same for every process that requests it; `EnvironmentProblem` where there is no room."""
-
 REGISTER_BYTES = 2**21
 JOURNAL_LENGTH = 4096
-_ENTRY_BYTES = 256
 _PAGE = 4096
-_HEADER = struct.Struct("<QII")
 
 
 class StateTorn(Exception):
@@ -70,62 +61,6 @@ def layout_name(names: Sequence[str], params: Sequence[Tensor]) -> str:
     """The name of the memory for these trained parameters: another one when others are trained."""
     described = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in zip(names, params, strict=True)]
     return "served " + hashlib.blake2s("\n".join(described).encode(), digest_size=8).hexdigest()
-
-
-class Register:
-    """A value that stays either old or new if its writer is killed; empty at first. One writer at a time."""
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment, self._room = segment, segment.num_bytes // 2
-        self._number, self.value = self._newest()
-
-    @property
-    def most_bytes(self) -> int:
-        return self._room - _HEADER.size
-
-    def read(self) -> bytes:
-        """The current value, from any writer."""
-        self._number, self.value = self._newest()
-        return self.value
-
-    def write(self, value: bytes) -> None:
-        number = self._number + 1
-        _write(self.segment, number % 2 * self._room, self._room, number, value)
-        self._number, self.value = number, value
-
-    def _newest(self) -> tuple[int, bytes]:
-        found = [_read(self.segment, at, self._room) for at in (0, self._room)]
-        return max((one for one in found if one is not None), default=(0, b""))
-
-
-class Journal:
-    """The last `JOURNAL_LENGTH` of numbered entries, each of at most a few hundred bytes."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-
-    def write(self, number: int, value: bytes) -> None:
-        """Called before the update is committed: an entry beyond the committed ones is ignored and written again."""
-        _write(self._segment, number % JOURNAL_LENGTH * _ENTRY_BYTES, _ENTRY_BYTES, number, value)
-
-    def read(self, number: int) -> bytes | None:
-        found = _read(self._segment, number % JOURNAL_LENGTH * _ENTRY_BYTES, _ENTRY_BYTES)
-        return found[1] if found is not None and found[0] == number else None
-
-
-def _write(segment: Segment, at: int, room: int, number: int, value: bytes) -> None:
-    assert _HEADER.size + len(value) <= room, f"{len(value)} bytes do not fit"
-    start = at + _HEADER.size
-    segment.buffer[start : start + len(value)] = value
-    _HEADER.pack_into(segment.buffer, at, number, len(value), zlib.crc32(value, number & 0xFFFFFFFF))
-
-
-def _read(segment: Segment, at: int, room: int) -> tuple[int, bytes] | None:
-    number, length, crc = _HEADER.unpack_from(segment.buffer, at)
-    if number == 0 or length > room - _HEADER.size:
-        return None
-    value = bytes(segment.buffer[at + _HEADER.size : at + _HEADER.size + length])
-    return (number, value) if zlib.crc32(value, number & 0xFFFFFFFF) == crc else None
 
 
 class Attendance:
@@ -261,8 +196,11 @@ class VersionedMemory:
         return Register(self.segment("minutes", _PAGE))
 
     def journal(self) -> Journal:
-        """What each update was, for hooks and logs."""
-        return Journal(self.segment("journal", JOURNAL_LENGTH * _ENTRY_BYTES))
+        """What each of the last `JOURNAL_LENGTH` updates was, for hooks and logs.
+
+        An entry is written before its update is committed: one beyond the committed ones is ignored and written again.
+        """
+        return Journal(self.segment("journal", JOURNAL_LENGTH * JOURNAL_ENTRY_BYTES))
 
     def set_version(self, server: int, version: int) -> None:
         self._clock.words()[server] = version

@@ -36,11 +36,11 @@ __all__ = [
     "Reply",
     "RowGradients",
     "RowsReply",
-    "Stand",
     "UpdateApplied",
     "UpdateDone",
     "Values",
     "Want",
+    "Watermark",
     "WorkRequest",
 ]
 
@@ -324,7 +324,7 @@ class UpdateApplied(_ServerMessage, frozen=True, kw_only=True):
     step: int
 
 
-class Stand(_ServerMessage, frozen=True, kw_only=True):
+class Watermark(_ServerMessage, frozen=True, kw_only=True):
     """A server's progress, sent to the first server."""
 
     server: int
@@ -336,7 +336,7 @@ class Stand(_ServerMessage, frozen=True, kw_only=True):
 
 
 FromWorker = (
-    Open | OpenRows | WorkRequest | Filled | Lookup | RowGradients | ApplyRows | Stand | GradientPart | Bring | Want
+    Open | OpenRows | WorkRequest | Filled | Lookup | RowGradients | ApplyRows | Watermark | GradientPart | Bring | Want
 )
 """What a server accepts; progress reports come from other servers."""
 FromServer = Opened | Refused | Reply | UpdateApplied | RowsReply | Got | FrameReply

@@ -22,7 +22,7 @@ from manyhands.parameter_server.protocol.leases import (
     ServerProgress,
     SyncPoint,
 )
-from manyhands.parameter_server.protocol.messages import Number, Open, Reply, Stand, UpdateDone, Values, WorkRequest
+from manyhands.parameter_server.protocol.messages import Number, Open, Reply, UpdateDone, Values, Watermark, WorkRequest
 from manyhands.parameter_server.protocol.shard import Shard
 from manyhands.parameter_server.server.update_replay import UpdateReplay, first_table_state
 
@@ -104,7 +104,7 @@ class LeaseService:
         if encoded != self._state_register.value:
             self._state_register.write(encoded)
 
-    def take_progress(self, message: Stand) -> None:
+    def take_progress(self, message: Watermark) -> None:
         if 0 < message.server < self._opened.servers:
             has = frozenset(Item(*item) for item in message.has)
             self._set_progress(message.server, ServerProgress(message.low, frozenset(message.seen), has))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.checkpoint.tensor_names import plain_name
-from manyhands.comm.host_memory import all_bytes, free_bytes
+from manyhands.comm.host_memory import Memory, all_bytes, free_bytes
 from manyhands.embedding.row_layer import Sparse
 from manyhands.errors import EnvironmentProblem
 from manyhands.parallel.model.step_buffers import ForeignState, StepBuffers, changing_state
@@ -27,7 +27,7 @@ from manyhands.parameter_server.log.write_ahead_log import WriteAheadLog
 from manyhands.parameter_server.memory.compatibility import check_room, misfit
 from manyhands.parameter_server.memory.optimizer_states import load_settings
 from manyhands.parameter_server.memory.server_streams import ServerStreams
-from manyhands.parameter_server.memory.versioned_memory import Memory, StateTorn, VersionedMemory, open_register
+from manyhands.parameter_server.memory.versioned_memory import StateTorn, VersionedMemory, open_register
 from manyhands.parameter_server.protocol.chunk_placement import Chunk, divide, pinned
 from manyhands.parameter_server.protocol.messages import (
     Bring,
@@ -41,8 +41,8 @@ from manyhands.parameter_server.protocol.messages import (
     Opened,
     Refused,
     RowGradients,
-    Stand,
     Want,
+    Watermark,
     WorkRequest,
 )
 from manyhands.parameter_server.protocol.variable_listing import ServedVariable, listing
@@ -171,7 +171,7 @@ class ParameterServerCore:
                 return interval.give(sender, message)
             case WorkRequest() if interval.lease_service is not None:
                 interval.lease_service.requests[message.worker] = sender, message
-            case Stand() if interval.lease_service is not None:
+            case Watermark() if interval.lease_service is not None:
                 interval.lease_service.take_progress(message)
         return []
 
@@ -216,13 +216,13 @@ class ParameterServerCore:
             if self._interval is not None and self._interval.lease_service is not None:
                 self._interval.lease_service.set_living_workers(living)
 
-    def standing(self) -> Stand | None:
+    def standing(self) -> Watermark | None:
         """This server's progress, for the first server."""
         interval = self._interval
         if interval is None or self.is_first or not (self._log is None or self._log.is_settled):
             return None
         now = interval.shard.standing()
-        return Stand(
+        return Watermark(
             number=interval.opened.number,
             server=self._number,
             low=now.low,

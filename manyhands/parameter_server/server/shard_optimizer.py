@@ -284,9 +284,15 @@ class WholeShardOptimizer(ShardOptimizer):
         self._committed = self._counts, self._more
         self._is_fresh = False
         """The private tensors and states are those of the committed version."""
+        self._iterations = self._read_iterations()
+        """After the committed update, where the optimizer counts its updates in a setting."""
 
     def resume(self, version: int, counts: Sequence[int], more: bytes) -> None:
         self._committed, self._is_fresh = (list(counts), more), False
+        self._iterations = self._read_iterations()
+
+    def _read_iterations(self) -> list[int]:
+        return [group["iterations"] for group in self.optimizer.param_groups if "iterations" in group]
 
     def _catch_up(self, version: int) -> None:
         """Undoes an update that was not committed."""
@@ -295,6 +301,8 @@ class WholeShardOptimizer(ShardOptimizer):
             for place in self._mine:
                 self._memory.params[place].data = weights[place].clone()
             load_states(self._memory, self.optimizer, version, *self._committed, self._mine, whole=True, copy=True)
+            for group, iterations in zip(self.optimizer.param_groups, self._iterations, strict=False):
+                group["iterations"] = iterations
 
     def update(self, version: int, gradient: Gradient) -> float | None:
         self._catch_up(version)
@@ -314,6 +322,7 @@ class WholeShardOptimizer(ShardOptimizer):
 
     def updated(self, version: int) -> None:
         self._committed, self._is_fresh = (self._counts, self._more), True
+        self._iterations = self._read_iterations()
 
     def counts(self) -> list[int]:
         return self._counts

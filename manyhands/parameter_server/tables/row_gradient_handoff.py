@@ -12,11 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from manyhands.comm.host_memory import Segment
+from manyhands.comm.host_memory import Memory, Segment
 from manyhands.embedding.row_layer import TableGradient
 from manyhands.embedding.row_table import PARTS, in_parts
 from manyhands.errors import EnvironmentProblem
-from manyhands.parameter_server.memory.versioned_memory import Memory
 from manyhands.parameter_server.protocol.messages import Handed
 
 __all__ = ["MOST_MARKS", "RowGradientHandoff"]

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from manyhands.comm.host_memory import Memory
 from manyhands.embedding.row_layer import Sparse, TableGradient
-from manyhands.parameter_server.memory.versioned_memory import Memory, open_register
+from manyhands.parameter_server.memory.versioned_memory import open_register
 from manyhands.parameter_server.protocol.messages import (
     ApplyRows,
     FromWorker,

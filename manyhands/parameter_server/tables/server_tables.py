@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from safetensors.torch import load, save
 from torch import Tensor
 
+from manyhands.comm.host_memory import Memory
 from manyhands.comm.transport import MAX_MESSAGE_BYTES
 from manyhands.embedding.row_layer import TableGradient, merge
 from manyhands.embedding.row_optimizers import TableSpec
 from manyhands.embedding.row_table import NEWEST, PARTS, RowTable, in_parts
-from manyhands.parameter_server.memory.versioned_memory import Memory
 from manyhands.parameter_server.protocol.messages import Handed, Lookup, Number, RowGradients, RowsReply
 from manyhands.parameter_server.tables.row_gradient_handoff import MOST_MARKS, RowGradientHandoff
 

@@ -19,10 +19,10 @@ import msgspec
 from torch import nn
 
 from manyhands.comm.axis import Axis
+from manyhands.comm.host_memory import Memory
 from manyhands.embedding.replicated_rows import SparseStep
 from manyhands.embedding.row_layer import TableGradient
 from manyhands.errors import PeerLost
-from manyhands.parameter_server.memory.versioned_memory import Memory
 from manyhands.parameter_server.protocol.messages import ApplyRows, Handed, Number, OpenRows, RowGradients
 from manyhands.parameter_server.worker.row_lookup import ServedRows
 from manyhands.parameter_server.worker.server_connection import ServerConnection

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from manyhands.comm.host_memory import Memory
 from manyhands.embedding.row_layer import LocalRows, Sparse, TableGradient
 from manyhands.embedding.row_optimizers import TableSpec
 from manyhands.embedding.row_reader import RowReader
 from manyhands.embedding.row_table import NEWEST, first_places, in_parts, repeat_rows_
 from manyhands.errors import CheckpointSaveFailed
-from manyhands.parameter_server.memory.versioned_memory import Memory
 from manyhands.parameter_server.protocol.messages import Handed, Lookup, Number, RowGradients
 from manyhands.parameter_server.tables.row_gradient_handoff import MOST_MARKS, RowGradientHandoff
 from manyhands.parameter_server.tables.server_tables import (

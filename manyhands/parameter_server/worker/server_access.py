@@ -9,15 +9,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from manyhands.comm.host_memory import Memory
 from manyhands.parallel.model.flat_layout import in_memory_order
 from manyhands.parallel.model.step_buffers import ForeignState
-from manyhands.parameter_server.memory.versioned_memory import (
-    Attendance,
-    Memory,
-    VersionedMemory,
-    copy_large_,
-    open_register,
-)
+from manyhands.parameter_server.memory.versioned_memory import Attendance, VersionedMemory, copy_large_, open_register
 from manyhands.parameter_server.protocol.chunk_placement import Chunk
 from manyhands.parameter_server.protocol.leases import Lease
 from manyhands.parameter_server.protocol.messages import Of, Open

@@ -21,9 +21,9 @@ from manyhands.data.sample_order import slices_of
 from manyhands.launcher.worker_process import process_settings
 from manyhands.parallel.gradients.slice_tree import most_held
 from manyhands.parallel.model.activation_checkpointing import recomputing
-from manyhands.parallel.model.layer_blocks import blocks_of as gathered_blocks
+from manyhands.parallel.model.layer_blocks import blocks_of
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
-from manyhands.parallel.pipeline.build_stages import blocks_of, check_enough, cut
+from manyhands.parallel.pipeline.build_stages import check_enough, cut, pipeline_blocks
 from manyhands.parallel.pipeline.model_proxy import learn_inputs
 from manyhands.parallel.pipeline.partition import BlockRange, Inputs, shared_between
 from manyhands.parallel.pipeline.schedule import Schedule, default_chunks, make_schedule
@@ -140,7 +140,7 @@ class _Stages:
         inputs = learn_inputs(sample.call, model, sample.batch)
         chunks = choice.chunks or default_chunks(choice.schedule)
         count = grid.pipeline * chunks
-        blocks = blocks_of(model, inputs, count, choice.cuts or ())
+        blocks = pipeline_blocks(model, inputs, count, choice.cuts or ())
         check_enough(blocks, grid.pipeline, chunks)
         measured = not choice.cuts and len(blocks.names) > count
         costs = sample.measure(model, blocks, inputs) if measured else None
@@ -214,7 +214,7 @@ def _layers(
     model: nn.Module, choice: Any, replicas: int, split: TensorPlan | None, stages: _Stages | None
 ) -> list[LayerPlan]:
     by_tensor = {layer.name: layer for layer in split.layers} if split is not None else {}
-    blocks = set(gathered_blocks(model)) if _is_fully_sharded(choice) and stages is None else set()
+    blocks = set(blocks_of(model)) if _is_fully_sharded(choice) and stages is None else set()
     found, seen = [], set[int]()
     for name, module in model.named_modules():
         own = [
@@ -323,5 +323,5 @@ def _gathered_bytes(model: nn.Module) -> int:
     """Bytes of the largest block that is gathered; this may be the parameters outside of all blocks."""
     import manyhands.parallel.sharding.fsdp_backend  # noqa: F401  # it loads much of torch, which belongs to the base
 
-    blocks = [num_bytes(block.parameters()) for block in gathered_blocks(model).values()]
+    blocks = [num_bytes(block.parameters()) for block in blocks_of(model).values()]
     return max([num_bytes(model.parameters()) - sum(blocks), *blocks])

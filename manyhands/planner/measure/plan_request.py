@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +22,7 @@ from manyhands.training.setup.divide_model import Sample
 from manyhands.training.setup.user_model import Parts
 from manyhands.training.worker.strategy_lookup import Planned
 
-__all__ = ["ask_for_plan", "last_words", "write_plan"]
+__all__ = ["ask_for_plan", "ask_script", "last_words", "write_plan"]
 
 
 class _PlanAnswered(msgspec.Struct):
@@ -44,14 +45,30 @@ def write_plan(planned: Planned, parts: Parts, sample: Sample) -> NoReturn:
 
 def ask_for_plan(command: WorkerCommand, strategy: str, workers: int, timeout_s: float) -> ModelPlan:
     """Run the script until it calls fit, and return its plan."""
+
+    def order(path: Path) -> Mapping[str, str]:
+        return {PLAN_VARIABLE: msgspec.json.encode(PlanOrder(str(path), strategy, workers)).decode()}
+
+    answer = msgspec.json.decode(ask_script(command, order, timeout_s, "did not call fit"), type=_PlanAnswered)
+    if answer.plan is None:
+        raise TrainingFailed(answer.problem)
+    return answer.plan
+
+
+def ask_script(
+    command: WorkerCommand, order: Callable[[Path], Mapping[str, str]], timeout_s: float, missing: str
+) -> bytes:
+    """Run the script until it has written the file that `order`, variables of its environment, asks for.
+
+    `missing`: what a script that ends without it did not do.
+    """
     with tempfile.TemporaryDirectory(prefix="manyhands-plan-") as folder:
-        path = Path(folder) / "plan.json"
-        order = msgspec.json.encode(PlanOrder(str(path), strategy, workers)).decode()
+        path = Path(folder) / "answer.json"
         call = ["-m", command.target] if command.kind == "module" else [command.target]
         try:
             ended = subprocess.run(
                 [sys.executable, *call, *command.args],
-                env={**environment(), PLAN_VARIABLE: order},
+                env={**environment(), **order(path)},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 timeout=timeout_s,
@@ -59,14 +76,11 @@ def ask_for_plan(command: WorkerCommand, strategy: str, workers: int, timeout_s:
             )
         except subprocess.TimeoutExpired:
             fix = [f"--wait {max(1, round(2 * timeout_s))}"]
-            raise TrainingFailed(f"The script did not call fit within {timeout_s:g} s.", fix=fix) from None
+            raise TrainingFailed(f"The script {missing} within {timeout_s:g} s.", fix=fix) from None
         if not path.exists():
             last = last_words(ended.stderr.decode(errors="replace"))
-            raise TrainingFailed("\n  ".join(["The script did not call fit.", *last]))
-        answer = msgspec.json.decode(path.read_bytes(), type=_PlanAnswered)
-    if answer.plan is None:
-        raise TrainingFailed(answer.problem)
-    return answer.plan
+            raise TrainingFailed("\n  ".join([f"The script {missing}.", *last]))
+        return path.read_bytes()
 
 
 def last_words(stderr: str) -> list[str]:

@@ -139,7 +139,7 @@ class Regroup:
         worker, step = self._worker, self.training.progress.step if self.training is not None else 0
         if worker.session.newest is None and worker.world_size < worker.session.identity.least_workers:
             worker.report(step, "waiting for workers")
-            worker.warn(
+            worker.events.warn(
                 f"waiting: {worker.world_size} of at least {worker.session.identity.least_workers} workers are there"
             )
         self.switch_generation(after_loss=False)
@@ -222,7 +222,7 @@ class Regroup:
         """Report it even if this worker undid no step: a chief that was lost may have recorded one step more."""
         training = self.training
         if after_loss and training is not None and training.engine.rolls_back and self._has_state:
-            self._worker.emit(RoundRestarted(time_s=time.time(), step=training.progress.step, steps=undone))
+            self._worker.events.emit(RoundRestarted(time_s=time.time(), step=training.progress.step, steps=undone))
 
     def end_if_replica_incomplete(self) -> None:
         """End this worker if its replica is incomplete at the start of an attempt: the complete replicas are enough."""
@@ -233,7 +233,7 @@ class Regroup:
                     f"The worker in slot {worker.session.identity.slot} ends: its replica is incomplete, and the "
                     "complete ones are enough."
                 )
-                worker.tell(Warned(text=text))
+                worker.events.emit_own(Warned(text=text))
                 raise Dismissed
             worker.enter(self._session.await_group(NEXT_GROUP_S))
 
@@ -272,8 +272,7 @@ class Regroup:
 
     @property
     def _session(self) -> Session:
-        assert isinstance(self._worker.session, Session)
-        return self._worker.session
+        return self._worker.agent_session
 
     def _update_location(self) -> None:
         step = self.training.progress.step if self.training is not None else 0

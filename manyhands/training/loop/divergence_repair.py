@@ -46,7 +46,7 @@ class DivergenceRepair:
         self._report_diverged(odd, verdict.odd, healed=verdict.source is not None)
         if verdict.source is None:
             raise _undecided(odd, progress.step, agreed, newest)
-        self._worker.warn(
+        self._worker.events.warn(
             f"After step {progress.step} the weights or optimizer states of {' and '.join(odd)} differed from those "
             f"of the other workers; after step {agreed} all were equal. They were replaced by those of "
             f"{names[verdict.source]}. If this happens again, test that machine's memory."
@@ -86,7 +86,7 @@ class DivergenceRepair:
         if unlike and not self._has_drifted:
             self._has_drifted = True
             (name, _), ranks = next(iter(unlike.items()))
-            self._worker.warn(
+            self._worker.events.warn(
                 f"After step {self._training.progress.step} {name} is not the same on ranks "
                 f"{' and '.join(map(str, ranks))} of one replica. Either they round differently, as other processors "
                 "or numbers of threads do, or a part of the model draws random numbers from a separate generator."
@@ -121,7 +121,7 @@ class DivergenceRepair:
         ranks = [asked.owner, asked.auditor] if wrong.rank is None else [wrong.rank]
         who = [names[rank] for rank in ranks]
         replaced = elastic and wrong.rank is not None
-        self._worker.emit(
+        self._worker.events.emit(
             WrongGradientFound(
                 time_s=time.time(), step=asked.step, slice=asked.place, workers=who, ranks=ranks, replaced=replaced
             )
@@ -134,12 +134,12 @@ class DivergenceRepair:
         what += f". {judges} that {who[0]} is wrong."
         if not elastic:
             return Diverged(what, fix=[f"a run without {who[0]}", *_GRADIENT_FIXES])
-        self._worker.warn(f"{what} The other workers continue without it.")
+        self._worker.events.warn(f"{what} The other workers continue without it.")
         return TrainingFailed(what, fix=_GRADIENT_FIXES) if self._worker.rank == wrong.rank else PeerLost(what)
 
     def _report_diverged(self, workers: list[str], ranks: Sequence[int], *, healed: bool) -> None:
         step, agreed = self._training.progress.step, self._training.progress.agreed
-        self._worker.emit(
+        self._worker.events.emit(
             CopiesDiverged(
                 time_s=time.time(), step=step, workers=workers, ranks=list(ranks), healed=healed, agreed_step=agreed
             )

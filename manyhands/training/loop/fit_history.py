@@ -153,7 +153,9 @@ class FitHistory:
         progress.row_loss, progress.row_rows = 0.0, 0
         progress.history.append(row)
         if not ends_epoch:
-            self._worker.emit(Validated(time_s=time.time(), epoch=int(row["epoch"]), step=progress.step, results=row))
+            self._worker.events.emit(
+                Validated(time_s=time.time(), epoch=int(row["epoch"]), step=progress.step, results=row)
+            )
         self._last_row_s = time.monotonic()
 
     def _validate(self) -> dict[str, float]:
@@ -177,7 +179,7 @@ class FitHistory:
         if is_new and self.scheduler_every == "epoch":
             self._training.advance_schedule(self._newest_loss())
         if is_new:
-            self._worker.emit(EpochDone(time_s=time.time(), epoch=epoch, step=progress.step, results=results))
+            self._worker.events.emit(EpochDone(time_s=time.time(), epoch=epoch, step=progress.step, results=results))
         self._hooks.call("after_epoch", epoch, results)
         self.at_epoch_end()
 
@@ -204,7 +206,7 @@ class FitHistory:
         rows = [row for row in history if name in row]
         if not early.verdict([row[name] for row in rows]):
             return False
-        self._worker.warn(early.reason(name, rows))
+        self._worker.events.warn(early.reason(name, rows))
         return True
 
     def _is_better(self) -> bool:

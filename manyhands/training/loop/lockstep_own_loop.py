@@ -29,8 +29,8 @@ class LockstepOwnLoop:
         self._context: AbstractContextManager[None] | None = None
         self._todo: list[int] = []
         """Slices of the current step that this worker has yet to compute."""
-        self._starts_over = False
-        """The current step starts over; this worker may get other slices of it."""
+        self.starts_over = False
+        """The current step is not committed: `next_step` returns it again, with slices that may be others."""
         self._lost: PeerLost | None = None
         self._means = 0
         self._last_step: Step | None = None
@@ -41,33 +41,43 @@ class LockstepOwnLoop:
 
     def slices(self, lifecycle: StepLifecycle) -> Generator[SliceLike, None, None]:
         """Yield this worker's slices of all steps, each with its buffers, randomness and precision until `backward`."""
+        self.begin(lifecycle)
+        while (step := self.next_step()) is not None:
+            yield from self.slices_of(step)
+
+    # The same step by step, for a loop that another library runs.
+
+    def begin(self, lifecycle: StepLifecycle) -> None:
         self._lifecycle, self._engine = lifecycle, lifecycle.training.in_step
         self._is_over = self._has_idle = False
         lifecycle.begin()
-        try:
-            while (step := self._next()) is not None:
-                self._begin(step)
-                pieces: Iterator[SliceLike] = step.mine()
-                if not self._todo:
-                    self._finish()
-                while self._todo and not self._starts_over:
-                    for piece in pieces:
-                        self._engine.phases.mark("load")
-                        self._piece, self._context = piece, self._engine.slice_context(piece)
-                        self._context.__enter__()
-                        yield piece
-                        if self._starts_over:
-                            break
-                    pieces = map(step.slice, list(self._todo))
-        finally:
-            self._leave_slice()
 
-    def _next(self) -> Step | None:
+    def next_step(self) -> Step | None:
+        """The next step, on every worker; None after the last."""
         self._end_means()
         return None if self._is_over else self._lifecycle.next()
 
+    def slices_of(self, step: Step) -> Generator[SliceLike, None, None]:
+        """This worker's slices of one step, which is committed after the last one, unless it `starts_over`."""
+        self._begin(step)
+        pieces: Iterator[SliceLike] = step.mine()
+        if not self._todo:
+            self._finish()
+        try:
+            while self._todo and not self.starts_over:
+                for piece in pieces:
+                    self._engine.phases.mark("load")
+                    self._piece, self._context = piece, self._engine.slice_context(piece)
+                    self._context.__enter__()
+                    yield piece
+                    if self.starts_over:
+                        break
+                pieces = map(step.slice, list(self._todo))
+        finally:
+            self._leave_slice()
+
     def _begin(self, step: Step) -> None:
-        self._step, self._starts_over, self._lost = step, False, None
+        self._step, self.starts_over, self._lost = step, False, None
         stop = self._lifecycle.begin_step(step)
         self._engine.begin_step(step, stop=stop, collect=self._lifecycle.training.garbage.wanted)
         self._todo, self._computed = list(step.indices), list(step.indices)
@@ -98,7 +108,7 @@ class LockstepOwnLoop:
         self._todo = []
         stats = self._lifecycle.take(self._step, self._end_step, self._complete)
         if stats is None:
-            self._starts_over = not self._todo
+            self.starts_over = not self._todo
             return False
         self._last_step, self._means, self.loss = self._step, 0, stats.loss
         self._has_idle = self._worker.is_elastic and worker_means.lacks_slices(self._step)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -40,6 +40,7 @@ from manyhands.parameter_server.engine.leased_engine import has_backups
 from manyhands.planner.measure.memory_limit import check_memory
 from manyhands.planner.measure.memory_plan import WorkerPlan
 from manyhands.private_files import make_directory
+from manyhands.profiling.profiled_trial import ProfiledTrial
 from manyhands.spec.load import environment
 from manyhands.strategies.choices import ParameterServer, Sharded
 from manyhands.strategies.loss_check import LossCheck
@@ -53,6 +54,7 @@ from manyhands.training.loop.setting_checks import (
     check_elastic,
     check_leasable,
     check_length,
+    check_own_reduction,
     mode_of,
     same_order,
 )
@@ -70,6 +72,9 @@ from manyhands.training.step.hooks import Hooks
 from manyhands.training.step.placement_log import log_placement
 from manyhands.training.step.stragglers import StragglerTracker
 from manyhands.training.worker.worker import Worker, machine_of
+
+if TYPE_CHECKING:
+    from manyhands.dataflow.graph_request import GraphOfFirstCall
 
 __all__ = ["Run"]
 
@@ -91,6 +96,13 @@ class Run:
         self._sample: Callable[[], Sample | None] = lambda: None
         self._planned: list[WorkerPlan] = []
         self._has_checked_loss = False
+        self._trial = ProfiledTrial(worker)
+        self.graph: GraphOfFirstCall | None = None
+        """Under `mh graph`: what waits for the first call of the model."""
+        if worker.planned is not None and worker.planned.graph is not None:
+            from manyhands.dataflow.graph_request import GraphOfFirstCall  # not in every worker: it takes a while
+
+            self.graph = GraphOfFirstCall(worker.planned, parts)
         self.regrouping = Regroup(worker, self._regrouped)
         self.calls: RecordedCalls
         self._shown_checkpoint: Path | None = None
@@ -248,13 +260,13 @@ class Run:
         self.regrouping.end_if_replica_incomplete()
         if worker.is_chief:
             make_directory(worker.home)
-        self.calls = RecordedCalls(worker.home / "calls", writes=lambda: worker.is_chief, warn=worker.warn)
+        self.calls = RecordedCalls(worker.home / "calls", writes=lambda: worker.is_chief, warn=worker.events.warn)
         if worker.is_waiting:
             self._set_up_for_joining()
         while self._training is None:
             self._set_up(resume)
         for text in self._warnings:
-            self.worker.warn(text)
+            self.worker.events.warn(text)
         return self._training
 
     def _set_up(self, resume: bool) -> None:
@@ -327,16 +339,17 @@ class Run:
         if worker.strategy.dtypes:
             set_dtypes_(model, worker.strategy.dtypes)
         optimizer = parts.make_optimizer(model)
+        check_own_reduction(optimizer, worker.strategy, spec.train.precision, model)
         if worker.is_elastic:
             check_elastic(optimizer, spec.comm.reducer)
         if spec.train.precision == "fp16" and worker.device.type == "cpu":
             operation, factor = fp16_slowdown()
-            worker.warn(
+            worker.events.warn(
                 f"fp16 on this CPU takes {factor:.0f} times as long as fp32 in a {operation}; "
                 'precision="bf16" needs no loss scaling and is usually faster here.'
             )
         if spec.train.audit and worker.most_workers == 1:
-            worker.warn("audit compares the gradients of two workers, and this run has one.")
+            worker.events.warn("audit compares the gradients of two workers, and this run has one.")
         # Made before the model is divided, because only `setup` finds out whether it is.
         whole = WholeState(model, optimizer) if worker.is_divided or isinstance(worker.strategy, Sharded) else None
         pacing = StragglerTracker(spec.train, worker.num_replicas)
@@ -366,6 +379,7 @@ class Run:
             self._hooks,
             slices,
             whole if divided or awaits_part else None,
+            parts.sums,
         )
         self._watch = StepWatch(training, pacing, self._predicted(joining))
         return training
@@ -387,7 +401,7 @@ class Run:
     def _begin_training(self, model: torch.nn.Module) -> None:
         evaluated = begin_training_(model)
         if evaluated:
-            self.worker.warn(
+            self.worker.events.warn(
                 f"{evaluated[0] or 'A part of the model'} is in evaluation mode and stays there, though it has "
                 "parameters to train: no dropout, batch statistics as they are. Call model.train() before this to "
                 "train it, or requires_grad_(False) to freeze its parameters, too."
@@ -405,7 +419,7 @@ class Run:
         slices = self._default_slices()
         found = randomness_in(self.parts.model)
         if found and slices > 1:
-            self.worker.warn(
+            self.worker.events.warn(
                 f"The model has {found}, whose result depends on the number of slices, and V={slices} follows from the "
                 f"number of workers. Set slices={slices} to get the same result with any other number."
             )
@@ -424,8 +438,10 @@ class Run:
     def announce(self, call: str, total_steps: int | None, source: Source) -> None:
         worker, slices = self.worker, self.ready().slices
         if self.spec.train.balance and worker.num_replicas > 1 and slices <= worker.num_replicas:
-            worker.warn(f"balance has nothing to move: no worker has more than one slice. Try slices={4 * slices}.")
-        worker.emit(
+            worker.events.warn(
+                f"balance has nothing to move: no worker has more than one slice. Try slices={4 * slices}."
+            )
+        worker.events.emit(
             RunStarted(
                 time_s=time.time(),
                 run=str(worker.run_dir),
@@ -451,7 +467,7 @@ class Run:
         if self._has_checked_loss or not self.spec.train.check_loss:
             return
         self._has_checked_loss = True
-        training, emit = self.ready(), self.worker.tell
+        training, emit = self.ready(), self.worker.events.emit_own
         look = LossCheck(
             training.progress.step + 1,
             self.parts.metrics,
@@ -471,10 +487,11 @@ class Run:
         order: Order | None = None,
     ) -> Source:
         worker, slices = self.worker, self.ready().slices
+        replica, num_replicas = self._trial.replica
         context = InputContext(
-            worker=worker.replica,
-            num_workers=worker.num_replicas,
-            slices=() if worker.is_waiting else tuple(slices_of(worker.replica, worker.num_replicas, slices)),
+            worker=replica,
+            num_workers=num_replicas,
+            slices=() if worker.is_waiting else tuple(slices_of(replica, num_replicas, slices)),
             num_slices=slices,
             host=worker.session.identity.host,
         )
@@ -485,12 +502,13 @@ class Run:
             return as_source(
                 data,
                 collate=collate,
-                num_workers=num_workers,
+                num_workers=self._trial.loaders(num_workers),
                 context=context,
                 shuffle=shuffle,
                 exchange=exchange,
                 batched=batched,
                 order=order,
+                seed=self.spec.run.seed,
             )
 
         source = work() if worker.is_waiting else self.regrouping.agreed(work)
@@ -508,8 +526,14 @@ class Run:
             return _size_of_ready_batches(batch_size or per_worker)
         if batch_size is not None and per_worker is not None:
             raise DataError("batch_size and batch_per_worker were both given.", fix=["batch_size, the global batch"])
+        own = source.own_batch_size
+        if own is not None and (per_worker is not None or batch_size not in (None, own)):
+            raise DataError(
+                f"batch_size is {batch_size or per_worker}, but the Dataset makes batches of {own} itself.",
+                fix=["no batch_size=", f"batch({batch_size or per_worker}) in the Dataset"],
+            )
         if per_worker is not None:
-            return per_worker * self.worker.most_replicas
+            return per_worker * self._trial.most_replicas
         chosen = batch_size or getattr(source, "loader_batch_size", None)
         if chosen is None:
             fix = ["batch_size=256: the global batch, over all workers"]
@@ -550,12 +574,13 @@ class Run:
         batches = Batches(
             source,
             schedule,
-            worker.replica,
-            self._watch.division,
+            self._trial.replica[0],
+            self._trial.division(self._watch.division),
             device=worker.device,
             floats=floats_of(self.spec.train.precision),
             exchange=worker if worker.num_replicas > 1 else None,
         )
+        batches = self._trial.batches(batches, source)
         return batches if turns == 1 else Turns(batches, turns, progress.step)  # type: ignore[return-value]
 
     def lifecycle(
@@ -566,12 +591,14 @@ class Run:
     ) -> StepLifecycle:
         """The lifecycle for the steps of one call. With `settings` they have a history."""
         saver = Saver(self.worker, self.ready(), checkpoint or self.spec.checkpoint)
-        return StepLifecycle(self.ready(), self._watch, make_batches, saver, self.regrouping, settings)
+        lifecycle = StepLifecycle(self.ready(), self._watch, make_batches, saver, self.regrouping, settings)
+        lifecycle.observers += self._trial.observers(self.ready())
+        return lifecycle
 
     def evaluate(self, source: Source, batch_size: int) -> dict[str, float]:
         results, rows = self.regrouping.agreed(lambda: self._evaluate(source, batch_size))
         step = self.ready().progress.step
-        self.worker.emit(Evaluated(time_s=time.time(), step=step, results=results, rows=rows))
+        self.worker.events.emit(Evaluated(time_s=time.time(), step=step, results=results, rows=rows))
         return results
 
     def validate(self, sources: Mapping[str, Source], batch_size: int) -> dict[str, float]:

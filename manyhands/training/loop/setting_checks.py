@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from manyhands.data.sources.as_source import Source
 from manyhands.data.sources.per_slice_source import PerSliceSource
 from manyhands.data.sources.row_source import RowSource
 from manyhands.data.sources.stream_source import StreamSource
+from manyhands.embedding.row_layer import Sparse
 from manyhands.errors import CheckpointMismatch, DataError, SpecError
+from manyhands.parallel.gradients.custom_reduction import has_reduce_grad
 from manyhands.spec.strategy_names import WITH_RESIDUALS
 from manyhands.strategies.choices import ParameterServer
 from manyhands.training.state.training_state import Progress
@@ -25,6 +28,7 @@ __all__ = [
     "check_elastic",
     "check_leasable",
     "check_length",
+    "check_own_reduction",
     "mode_of",
     "same_order",
 ]
@@ -89,7 +93,7 @@ def same_order(progress: Progress, source: Source, batch_size: int) -> str:
 
 def _order_of(source: Source, batch_size: int) -> str:
     if isinstance(source, StreamSource):
-        return "ready batches" if source.batched else ""
+        return source.identity or ("ready batches" if source.batched else "")
     return source.order.identity(batch_size) if isinstance(source, RowSource) and source.order is not None else ""
 
 
@@ -143,6 +147,38 @@ def check_elastic(optimizer: torch.optim.Optimizer, reducer: str) -> None:
             where="elastic",
             fix=['reducer="exact" or "bf16"', "a run without elastic="],
         )
+
+
+def check_own_reduction(optimizer: object, strategy: StrategyChoice, precision: str, model: nn.Module) -> None:
+    """`SpecError` for a reduction of the user's own that would not be called, or not with all gradients."""
+    given, optimizer = callable(getattr(strategy, "reducer", None)), getattr(optimizer, "keras", optimizer)
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "get_gradients", None)):
+        raise SpecError(
+            f"{name} has get_gradients, which computes the gradients of a loss; here every worker computes those of "
+            "its slices, and only their combination can be the optimizer's.",
+            where="optimizer",
+            fix=["reduce_grad(self, gradients), which gets every parameter's list of slice gradients", "reducer="],
+        )
+    if not (given or has_reduce_grad(optimizer)):
+        return
+    reason: tuple[str, str] | None = None
+    if Sparse(model):
+        reason = "rows of mh.nn.Embedding and mh.nn.EmbeddingBag are summed without it", "nn.Embedding"
+    elif given and has_reduce_grad(optimizer):
+        reason = "the strategy has a reducer, and only one of them could be called", "no reducer="
+    elif not given and hasattr(optimizer, "learning_rate"):
+        reason = "Keras's optimizers get gradients that are summed", "mh.Mirrored(reducer=...)"
+    elif not given and strategy.name not in ("single", "mirrored"):
+        reason = (
+            f'with strategy="{strategy.name}" no worker has the gradients of all slices',
+            'strategy="mirrored"',
+        )
+    elif precision == "fp16":
+        reason = "fp16 scales the loss, and with it the gradients", 'precision="bf16"'
+    if reason is not None:
+        what = "reducer is a function" if given else f"{name} has reduce_grad"
+        raise SpecError(f"{what}, but {reason[0]}.", where="reducer" if given else "optimizer", fix=[reason[1]])
 
 
 def mode_of(strategy: StrategyChoice) -> str:

@@ -54,7 +54,7 @@ class StepWatch:
         took_s, self._done_at = now - self._done_at, now
         self._step_s = took_s if not self._step_s else self._step_s + SMOOTHING * (took_s - self._step_s)
         stats.samples_per_s = stats.rows / self._step_s
-        self._worker.emit(
+        self._worker.events.emit(
             StepDone(
                 time_s=time.time(),
                 step=step.number,
@@ -95,4 +95,4 @@ class StepWatch:
     def _report_used(self, *, ended: bool = False) -> None:
         used = self._meter.used(self._training.progress.step, ended=ended)
         if used is not None:
-            self._worker.tell(used)
+            self._worker.events.emit_own(used)

@@ -20,7 +20,7 @@ from manyhands.errors import SpecError
 from manyhands.parallel.model.activation_checkpointing import recompute
 from manyhands.parallel.model.compiled_models import as_written, uncompile_
 from manyhands.parallel.model.tensor_shard import TensorShard
-from manyhands.parallel.pipeline.build_stages import blocks_of, check_enough, cut, measure
+from manyhands.parallel.pipeline.build_stages import check_enough, cut, measure, pipeline_blocks
 from manyhands.parallel.pipeline.model_proxy import call_with_model, learn_inputs
 from manyhands.parallel.pipeline.partition import BlockRange, Blocks, Inputs, shared_between
 from manyhands.parallel.pipeline.schedule import default_chunks, make_schedule
@@ -63,7 +63,7 @@ def model_parallel_replica(worker: Worker, loss: LossFn, sample: Callable[[], Sa
     def divide(model: nn.Module, costs: Sequence[float] | None) -> ReplicaPart:
         return _divide(worker, model, loss, sample, costs)
 
-    return ModelParallelReplica(lambda: worker.axis, replica_axis, divide, getattr(worker.strategy, "reducer", None))
+    return ModelParallelReplica(lambda: worker.axis, replica_axis, divide)
 
 
 def _divide(
@@ -101,12 +101,12 @@ def _run_as_written(worker: Worker, model: nn.Module) -> nn.Module:
     inner = as_written(model)
     if worker.grid.tensor > 1:
         if uncompile_(inner) or inner is not model:
-            worker.warn(
+            worker.events.warn(
                 "torch.compile has no effect here: layers that are divided over workers exchange tensors while they "
                 "compute, and run without it."
             )
     elif inner is not model:
-        worker.warn(
+        worker.events.warn(
             "torch.compile of the whole model has no effect in a pipeline, which runs its blocks one by one. "
             "Compile blocks instead: model.layer = torch.compile(model.layer)."
         )
@@ -131,7 +131,7 @@ def _cut(
             fix=["call fit or evaluate before this"],
         )
     inputs = learn_inputs(sample.call, model, sample.batch)
-    blocks = blocks_of(model, inputs, stages, choice.cuts or ())
+    blocks = pipeline_blocks(model, inputs, stages, choice.cuts or ())
     check_enough(blocks, worker.grid.pipeline, chunks)
     if choice.cuts:
         return list(cut(blocks, stages, at=choice.cuts)), ()

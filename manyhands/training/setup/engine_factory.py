@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.control.membership.state import parse_generation
-from manyhands.control.session.session import Session
 from manyhands.embedding.replicated_rows import SparseStep
 from manyhands.errors import SpecError
 from manyhands.parallel.averaging.outer_optimizer import OuterStep
@@ -38,6 +37,7 @@ from manyhands.strategies.model_parallel import Mesh, as_sharded
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategies.replicated import Replicated
 from manyhands.training.setup.divide_model import Sample, model_parallel_replica
+from manyhands.training.setup.keras_models import has_layers
 from manyhands.training.setup.user_model import Parts, foreign_state
 from manyhands.training.step.step_requests import END_FIT
 from manyhands.training.step.stragglers import StragglerTracker
@@ -87,7 +87,7 @@ def make_engine(
     `sample` returns some data, if there is any, for strategies that need it to divide the model.
     """
     choice, spec = worker.strategy, worker.resolved.spec
-    side = ModelSide(parts.loss, Precision(spec.train.precision, worker.device), foreign_state(model))
+    side = ModelSide(parts.loss, Precision(spec.train.precision, worker.device), foreign_state(model, parts.sums))
     request = EngineRequest(worker, side, StepSettings.of(spec), lambda count: pacing.division.shares(count), joining)
     if worker.is_server:  # the script has a further training on a server; it takes no steps
         return _replicated(request._replace(joining=True))
@@ -116,6 +116,7 @@ def _replicated(
 ) -> Replicated:
     """`one_copy` is the shared memory that must hold the weights; without it, workers of a host share what they can."""
     worker = request.worker
+    reducer = getattr(worker.strategy, "reducer", None)
     shared = None if request.joining else one_copy or (worker.sharing if not worker.is_divided else None)
     return Replicated(
         request.replicas(shared),
@@ -125,7 +126,8 @@ def _replicated(
         rows=rows,
         spread=spread,
         one_copy=one_copy is not None,
-        warn=worker.warn,
+        reducer=reducer if callable(reducer) else None,  # else it is the name of a codec
+        warn=worker.events.warn,
     )
 
 
@@ -151,9 +153,9 @@ def _sharded_as(choice: Sharded, request: EngineRequest) -> Replicated:
     worker = request.worker
     offload = choice.offload is not None and worker.device.type != "cpu"
     if choice.offload is not None and not offload:
-        worker.warn('offload="host" has no effect: the workers compute in the host\'s memory.')
+        worker.events.warn('offload="host" has no effect: the workers compute in the host\'s memory.')
     if worker.world_size == 1:
-        worker.warn("Nothing is sharded: the run has one worker. For two: mh run -n 2")
+        worker.events.warn("Nothing is sharded: the run has one worker. For two: mh run -n 2")
         return _replicated(request)
     shared = worker.sharing if choice.level != "parameters" else None
     if shared is not None:
@@ -174,11 +176,16 @@ def _fully_sharded(
 
     def backend(model: nn.Module, optimizer: Optimizer, axis: Axis) -> ShardedBackend:
         common = model, optimizer, axis, ranks.network
-        if spread is not None and spread.divided.passes is not None:
-            return GatherPerStep(*common, warn=worker.warn, bucket_bytes=settings.bucket_bytes)
-        return FsdpBackend(*common, Sharding(level != "parameters", offload), device=worker.device, warn=worker.warn)
+        is_staged = spread is not None and spread.divided.passes is not None
+        if is_staged or has_layers(model):  # torch's FSDP replaces parameters, and Keras's layers keep theirs
+            return GatherPerStep(*common, warn=worker.events.warn, bucket_bytes=settings.bucket_bytes)
+        return FsdpBackend(
+            *common, Sharding(level != "parameters", offload), device=worker.device, warn=worker.events.warn
+        )
 
-    return Replicated(ranks, request.side, settings, request.shares, spread=spread, backend=backend, warn=worker.warn)
+    return Replicated(
+        ranks, request.side, settings, request.shares, spread=spread, backend=backend, warn=worker.events.warn
+    )
 
 
 def _with_servers(request: EngineRequest) -> AnyEngine:
@@ -186,8 +193,7 @@ def _with_servers(request: EngineRequest) -> AnyEngine:
     assert isinstance(choice, ParameterServer)
     if choice.takes_local_steps:
         return _with_local_steps(request, choice)
-    session, train = worker.session, worker.resolved.spec.train
-    assert isinstance(session, Session), "parameter servers need an agent"
+    train = worker.resolved.spec.train
     if choice.mode != "hybrid":
         servers = _servers(worker, clips=train.clip_norm is not None)
         return LeasedEngine(request.workers(), request.side, request.settings, choice, servers, _lease_holder(worker))
@@ -224,15 +230,13 @@ def _with_local_steps(request: EngineRequest, choice: ParameterServer | LocalSGD
 
 
 def _lease_holder(worker: Worker) -> LeaseHolder:
-    session = worker.session
-    assert isinstance(session, Session), "servers need an agent"
-    return LeaseHolder(session.identity.incarnation, worker.most_workers, worker.number, worker.wait_for_chief)
+    incarnation = worker.session.identity.incarnation
+    return LeaseHolder(incarnation, worker.most_workers, worker.number, worker.wait_for_chief)
 
 
 def _servers(worker: Worker, *, clips: bool) -> Servers:
     """Servers on this host share memory with its workers; others are reached over TCP."""
-    session = worker.session
-    assert isinstance(session, Session), "servers need an agent"
+    session = worker.agent_session
     name = f"worker {session.identity.incarnation}, training {worker.number}"  # unique: servers identify workers by it
     link = ServerConnection(session.server_endpoint, name.encode(), session.curve)
     is_remote = session.server_endpoint(0).startswith("tcp:")
@@ -255,7 +259,7 @@ def _averaged(request: EngineRequest) -> AnyEngine:
         side,
         StepSettings(settings.clip_norm, settings.bucket_bytes),
         lambda count: [range(count)],
-        warn=worker.warn,
+        warn=worker.events.warn,
     )
     return LocalSGDEngine(
         local,

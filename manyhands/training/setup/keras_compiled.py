@@ -1,4 +1,4 @@
-"""Converts what a Keras model was compiled with: its optimizer to a torch one, its loss and metrics to functions.
+"""Converts what a Keras model was compiled with: its loss and metrics to functions. Its optimizer: `keras_optimizer`.
 
 Used unchanged where the result does not depend on how a batch is cut into slices; refused with the reason where it
 does. Start reading at `compiled_parts`.
@@ -11,13 +11,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from manyhands.errors import BadLoss, DataError, SpecError
 from manyhands.strategies.base import LossFn, MetricFn
 
-__all__ = ["Compiled", "KerasOptimizer", "compiled_parts", "is_keras_optimizer", "keras_optimizer"]
+__all__ = ["Compiled", "compiled_parts"]
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -166,78 +165,3 @@ def _metric_name(asked: Any) -> str:
             ],
         )
     return str(name)
-
-
-class KerasOptimizer(torch.optim.Optimizer):
-    """A Keras optimizer with the interface of a torch one: gradients are read from `.grad`, Keras makes the update.
-
-    Its learning rate is shown in `param_groups` and may be set there, by a torch scheduler for instance, unless the
-    Keras optimizer has a schedule.
-    """
-
-    def __init__(self, optimizer: Any, variables: list[Any]) -> None:
-        self.keras, self._variables = optimizer, list(variables)
-        if not optimizer.built:
-            optimizer.build(self._variables)
-        self._shown_lr = float(optimizer.learning_rate)
-        super().__init__([variable.value for variable in self._variables], {"lr": self._shown_lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._synchronise_learning_rate()
-        with torch.no_grad():
-            self.keras.apply([variable.value.grad for variable in self._variables], self._variables)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {variable.path: variable.value.detach() for variable in self.keras.variables}
-        group = {"params": list(range(len(self._variables))), "lr": self.param_groups[0]["lr"], "keras": state}
-        return {"state": {}, "param_groups": [group]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        (group,) = state_dict["param_groups"]
-        saved, own = group["keras"], self.keras.variables
-        if list(saved) != [variable.path for variable in own]:
-            raise ValueError(
-                f"it has {len(saved)} variables, {', '.join(list(saved)[:3])}..., and now {len(own)} others"
-            )
-        for variable in own:
-            variable.assign(saved[variable.path])
-        self._shown_lr = self.param_groups[0]["lr"] = group["lr"]
-
-    def _synchronise_learning_rate(self) -> None:
-        group = self.param_groups[0]
-        if group["lr"] == self._shown_lr:
-            group["lr"] = float(self.keras.learning_rate)
-        else:
-            self._set_learning_rate(group["lr"])
-        self._shown_lr = group["lr"]
-
-    def _set_learning_rate(self, value: float) -> None:
-        try:
-            self.keras.learning_rate = value
-        except TypeError as error:
-            raise SpecError(
-                f"The learning rate was set to {value:g}, but the Keras optimizer has a schedule itself.",
-                fix=["one of the two: scheduler=, or the schedule in keras.optimizers"],
-            ) from error
-
-
-def is_keras_optimizer(optimizer: Any) -> bool:
-    kinds = getattr(sys.modules.get("keras"), "optimizers", None)
-    return kinds is not None and isinstance(optimizer, kinds.Optimizer)
-
-
-def keras_optimizer(model: Any, optimizer: Any) -> KerasOptimizer:
-    """`optimizer` for the trainable variables of `model`. Refuses features that Keras implements outside of `apply`."""
-    keras = sys.modules["keras"]
-    name = type(optimizer).__name__
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
-        raise SpecError(
-            f"{name} expects a loss that Keras's fit has scaled, which is not used here.",
-            fix=['precision="fp16" of the trainer, and compile(..., auto_scale_loss=False)'],
-        )
-    if optimizer.use_ema:
-        raise SpecError(
-            f"{name}(use_ema=True) swaps averages into the model at the end of Keras's fit, which is not used here.",
-            fix=["use_ema=False"],
-        )
-    return KerasOptimizer(optimizer, model.trainable_variables)

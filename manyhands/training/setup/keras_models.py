@@ -29,6 +29,8 @@ __all__ = [
     "foreign_state",
     "has_layers",
     "is_keras",
+    "is_layer",
+    "layers_inside",
     "load",
     "load_weights",
     "randomness_in",
@@ -50,6 +52,17 @@ def _keras() -> Any:
 def is_keras(model: Any) -> bool:
     keras = _keras()
     return keras is not None and isinstance(model, keras.Model)
+
+
+def is_layer(module: Any) -> bool:
+    keras = _keras()
+    return keras is not None and isinstance(module, keras.Layer)
+
+
+def layers_inside(layer: Any) -> list[Any]:
+    """All layers inside of this one, at any depth, except those that only mark an input."""
+    inputs = _keras().layers.InputLayer
+    return [one for one in layer._flatten_layers(include_self=False) if not isinstance(one, inputs)]
 
 
 def check_usable(model: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from manyhands.checkpoint.tensor_names import plain_name
 from manyhands.embedding.row_layer import Sparse
 from manyhands.errors import CheckpointCorrupt, CheckpointMismatch, SpecError
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers, divide_parameters
-from manyhands.parallel.model.step_buffers import ForeignState
+from manyhands.parallel.model.step_buffers import ForeignState, NormLayer
 from manyhands.strategies.base import LossFn, MetricFn
 from manyhands.torch_private import BATCH_NORMS, DROPOUTS
 from manyhands.training.setup import keras_models
-from manyhands.training.setup.keras_compiled import compiled_parts, is_keras_optimizer, keras_optimizer
+from manyhands.training.setup.keras_compiled import compiled_parts
+from manyhands.training.setup.keras_optimizer import is_keras_optimizer, keras_optimizer
 from manyhands.training.setup.torch_losses import as_loss_function
 
 __all__ = [
@@ -46,6 +47,8 @@ class Parts:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     call: Callable[[nn.Module, Any], Any]
     """The model's output for one batch, for `predict`."""
+    sums: Sequence[torch.Tensor] = ()
+    """Tensors outside of the model that forward passes add to: a step adds what all of its slices have added."""
 
 
 def assemble(model: Any, loss: Any, optimizer: Any, metrics: Mapping[str, MetricFn] | None) -> Parts:
@@ -197,9 +200,11 @@ def _nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return nested
 
 
-def foreign_state(model: nn.Module) -> ForeignState:
-    """State in `model` that is not torch's, for the strategy."""
-    return keras_models.foreign_state(model)
+def foreign_state(model: nn.Module, sums: Sequence[torch.Tensor] = ()) -> ForeignState:
+    """State in `model` that is not torch's, and `sums` of `Parts`, for the strategy."""
+    found = keras_models.foreign_state(model)
+    # An average that keeps all of its value is a sum; each write to it is a call.
+    return replace(found, norms=(*found.norms, *(NormLayer((one,), 1.0, None) for one in sums)))
 
 
 def optimizer_maker(optimizer: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:

@@ -236,11 +236,11 @@ class Saver:
     def _report(self, results: list[SaveResult]) -> None:
         for result in results:
             if result.error is not None:
-                self._worker.emit(CheckpointFailed(step=result.step, reason=result.error.what))
+                self._worker.events.emit(CheckpointFailed(step=result.step, reason=result.error.what))
             elif result.path is not None:
                 self._worker.committed(result.step, result.path)
                 self.committed.append((result.step, str(result.path)))
-                self._worker.emit(
+                self._worker.events.emit(
                     CheckpointSaved(
                         step=result.step,
                         path=str(result.path),
@@ -302,5 +302,7 @@ def _open(worker: Worker) -> Stored | None:
     if last is not None and last.step > newest.step and not (root / str(last)).exists():
         newest.skipped.append(f"{root / str(last)}, which was committed last, is gone.")
     worker.committed(newest.step, newest.path)
-    worker.emit(Resumed(step=newest.step, epoch=newest.manifest.epoch, path=str(newest.path), skipped=newest.skipped))
+    worker.events.emit(
+        Resumed(step=newest.step, epoch=newest.manifest.epoch, path=str(newest.path), skipped=newest.skipped)
+    )
     return open_checkpoint(newest.path, verify=False)  # newest_valid has just verified it

@@ -6,7 +6,7 @@ The trainer and user loops share `TrainingState`. It provides its state for a sn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,10 @@ class TrainingState:
         hooks: Hooks,
         slices: int,
         whole: WholeState | None = None,
+        sums: Sequence[Tensor] = (),
     ) -> None:
-        """`whole` is set if this worker has only a part of the model."""
-        self.whole = whole
+        """`whole` is set if this worker has only a part of the model; `sums` are those of its `Parts`."""
+        self.whole, self._sums = whole, sums
         self.worker, self.model, self.optimizer, self.scheduler = worker, model, optimizer, scheduler
         self.engine, self.hooks, self.slices = engine, hooks, slices
         self.garbage = GarbageCollection(manage=worker.resolved.spec.train.manage_gc)
@@ -225,6 +226,8 @@ class TrainingState:
             "hooks": self.hooks.state(),
             "rng": rng_state(),
         }
+        if self._sums:
+            rest["sums"] = list(self._sums)
         return tensors, {
             "training": pack(rest, "training", tensors),
             "progress": msgspec.to_builtins(self.progress),
@@ -278,6 +281,8 @@ class TrainingState:
         if self.scheduler is not None and rest["scheduler"] is not None:
             self.scheduler.load_state_dict(rest["scheduler"])
         self.engine.restore(rest["strategy"])
+        for mine, loaded in zip(self._sums, rest.get("sums", ()), strict=False):
+            mine.copy_(loaded)
         self._hook_states = rest["hooks"] if with_hooks else []
         restore_rng(rest["rng"])
         self.progress = msgspec.convert(state["progress"], Progress)

@@ -40,7 +40,7 @@ def report_pipeline(worker: Worker, runner: StageRunner, step: int) -> None:
         (f"measured in step {step}: bubble {timeline.bubble:.1%} of {1000 * timeline.makespan:.1f} ms", timeline),
     )
     write_private(worker.home / PICTURE, picture(titles).encode())
-    worker.emit(
+    worker.events.emit(
         PipelineTimed(
             time_s=time.time(),
             step=step,

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from manyhands.data.sample_order import SliceDivision
 from manyhands.errors import ManyhandsError
 from manyhands.events import Divided, Straggler
-from manyhands.launcher.solo_run import SoloSession
 from manyhands.parallel.replicas.straggler_detection import Slow, better_parts, paces_of, slow_workers
 from manyhands.spec.run import TrainSection
 from manyhands.training.worker.worker import Worker
@@ -35,7 +34,7 @@ def report_pace(worker: Worker, step: int, verdict: StragglerVerdict) -> None:
     for slow in verdict.keeps_up:
         _report_slow(worker, step, slow, is_over=True)
     if verdict.parts is not None:
-        worker.emit(Divided(time_s=time.time(), step=step, slices=list(verdict.parts)))
+        worker.events.emit(Divided(time_s=time.time(), step=step, slices=list(verdict.parts)))
 
 
 def _report_slow(worker: Worker, step: int, slow: Slow, *, is_over: bool) -> None:
@@ -43,7 +42,7 @@ def _report_slow(worker: Worker, step: int, slow: Slow, *, is_over: bool) -> Non
     rank = worker.rank_in(slow.rank)
     host = _host_name(worker, rank)
     if worker.is_chief:
-        worker.emit(
+        worker.events.emit(
             Straggler(
                 time_s=time.time(),
                 rank=rank,
@@ -61,7 +60,7 @@ def _report_slow(worker: Worker, step: int, slow: Slow, *, is_over: bool) -> Non
 def _host_name(worker: Worker, rank: int) -> str:
     """The host name of a rank, for the chief; a rank on another host sends it here."""
     hosts = worker.group.hosts
-    if isinstance(worker.session, SoloSession) or hosts[rank] == hosts[0]:
+    if hosts[rank] == hosts[0]:
         return socket.gethostname()
     key = f"host name/{worker.group.generation}/{hosts[rank]}"
     with contextlib.suppress(ManyhandsError):  # then only the name is missing

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from manyhands.comm.axis import Axis
 from manyhands.data.batches import Step
-from manyhands.launcher.solo_run import SoloSession
 from manyhands.training.worker.worker import Worker
 
 __all__ = ["lacks_slices", "number", "of_all", "of_living", "rows_of", "weighted"]
@@ -54,7 +53,6 @@ def of_all(worker: Worker, step: Step, key: str, value: float, timeout_s: float)
     if worker.world_size == 1:
         return value
     session = worker.session
-    assert not isinstance(session, SoloSession), "more than one worker"
     session.set(f"{key}/{worker.rank}", msgspec.msgpack.encode(value))
     shares = [(rank, rows) for rank, share in enumerate(step.shares) if (rows := rows_of(step, share))]
     return weighted(

@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 from torch import nn
 
 from manyhands.comm.axis import Axis
-from manyhands.control.session.session import Session
+from manyhands.control.session.run_session import RunSession
 from manyhands.errors import ManyhandsError, SpecError, UsageError
 from manyhands.launcher.solo_run import SoloSession
 from manyhands.launcher.worker_process.user_tracebacks import OURS
@@ -42,10 +42,9 @@ class Usable(Protocol):
 class ScriptTrainings:
     """All trainings of the script that this process runs."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: RunSession) -> None:
         self.session = session
         self.recorder: Recorder | None = None
-        self.is_joined = False
         self.made: list[str] = []
         """Where in the script each training was created, in order of creation."""
         self.call = 0
@@ -122,6 +121,13 @@ class ScriptTrainings:
                 fix=["earlier.save(FILE), a new model, and later.load(FILE)"],
             )
 
+    def open_record(self) -> None:
+        """Open the record of the run, unless it is open, if this worker is the chief of its present group."""
+        if self.recorder is None and self.session.group.rank == 0:
+            self.recorder = Recorder(self.session.run_dir / "events" / "chief.jsonl")
+            if isinstance(self.session, SoloSession):
+                self.session.recorder = self.recorder
+
     # ---- the same trainings on every worker ----
 
     def describe(self, number: int) -> str:
@@ -151,16 +157,14 @@ class ScriptTrainings:
 
     def _end_of(self, rank: int) -> str | None:
         group = self.session.group
-        if not isinstance(self.session, Session):
-            return None
         with contextlib.suppress(ManyhandsError):
             if rank != group.rank and self.session.check([_end_key(group.generation, rank)]):
-                return str(self.session.get(_end_key(group.generation, rank), END_NOTE_TIMEOUT_S).decode())
+                return self.session.get(_end_key(group.generation, rank), END_NOTE_TIMEOUT_S).decode()
         return None
 
     def _post_end(self) -> None:
         group = self.session.group
-        if self.made and group.world_size > 1 and group.rank >= 0 and isinstance(self.session, Session):
+        if self.made and group.world_size > 1 and group.rank >= 0:
             with contextlib.suppress(ManyhandsError):
                 self.session.set(_end_key(group.generation, group.rank), self.describe(len(self.made)).encode())
 

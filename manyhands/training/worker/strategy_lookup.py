@@ -9,6 +9,7 @@ import msgspec
 
 from manyhands.errors import SpecError
 from manyhands.spec import load
+from manyhands.spec.probe_requests import GraphOrder
 from manyhands.spec.run import RunSpec
 from manyhands.spec.strategy_names import STRATEGY_NAMES, strategy_name
 from manyhands.spec.worker_identity import WorkerIdentity
@@ -29,12 +30,14 @@ __all__ = [
 
 
 class Planned(NamedTuple):
-    """What `mh plan show` reads from the script."""
+    """What `mh plan show` and `mh graph` read from the script."""
 
     strategy: StrategyChoice
     workers: int
     slices: int | None
     path: str
+    graph: GraphOrder | None = None
+    """Set under `mh graph`."""
 
 
 def as_strategy(strategy: str | StrategyChoice | None) -> StrategyChoice:
@@ -103,6 +106,7 @@ def check_promises(strategy: StrategyChoice, spec: RunSpec) -> None:
     replicas do. With servers that lease slices or batches, workers send nothing to each other; results are the same
     for any number of workers only if all workers wait for each other.
     """
+    _check_reducer(strategy, spec)
     if not strategy.leases:
         return
     if spec.train.exact and not strategy.waits_for_all:
@@ -122,6 +126,23 @@ def check_promises(strategy: StrategyChoice, spec: RunSpec) -> None:
                 f"{name} is {value!r}, but with {strategy.lease_mode} {why}.",
                 where=f"mh.{type(strategy).__name__}",
                 fix=[f"{name}={default!r}", strategy.without_leases, 'strategy="mirrored"'],
+            )
+
+
+def _check_reducer(strategy: StrategyChoice, spec: RunSpec) -> None:
+    """`SpecError` for settings that change gradients before a user's function has combined them."""
+    if not callable(getattr(strategy, "reducer", None)):
+        return
+    for name, value, usual, why in (
+        ("reducer", spec.comm.reducer, "exact", "a function that gets every slice's gradients replaces the sum"),
+        ("precision", spec.train.precision == "fp16", False, "fp16 scales the loss, and the function's gradients too"),
+        ("audit", spec.train.audit, False, "a slice's gradients are combined before they could be compared"),
+    ):
+        if value != usual:
+            raise SpecError(
+                f"reducer is a function, which {name} does not go with: {why}.",
+                where=f"mh.{type(strategy).__name__}(reducer=...)",
+                fix=["no reducer=" if name != "precision" else 'precision="bf16"', f"no {name}="],
             )
 
 

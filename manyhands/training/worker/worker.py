@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from manyhands.comm.axis import Axis, Following, connect
@@ -23,13 +22,12 @@ from manyhands.comm.shared_memory_axis import PlaneAxis, connect_plane
 from manyhands.comm.shared_memory_messages import MixedPointToPoint, SharedMemoryPointToPoint
 from manyhands.comm.store import ControlStore
 from manyhands.control.messages.worker_messages import WorkerPosition
+from manyhands.control.session.run_session import RunSession
 from manyhands.control.session.session import RunFacts, Session
 from manyhands.errors import EnvironmentProblem, Preempted, UsageError
-from manyhands.events import Event, Warned
-from manyhands.launcher.solo_run import SoloSession
 from manyhands.launcher.worker_process import process_settings
 from manyhands.native import why_not
-from manyhands.observe.recorder import Recorder
+from manyhands.observe.run_events import RunEvents
 from manyhands.parallel.gradients.hierarchical_sum import HostAxis
 from manyhands.parallel.weights.shared_memory_group import SharedMemoryGroup
 from manyhands.spec import load
@@ -77,7 +75,7 @@ def last_reports(positions: Mapping[int, WorkerPosition], *, but: int) -> str:
 class GridPosition:
     """A worker's rank in its group and its position in the grid of data, pipeline and tensor parallelism."""
 
-    def __init__(self, session: Session | SoloSession, strategy: StrategyChoice) -> None:
+    def __init__(self, session: RunSession, strategy: StrategyChoice) -> None:
         self.session, self.strategy = session, strategy
         identity = session.identity
         self.is_elastic = identity.most_workers > 0
@@ -168,7 +166,7 @@ _current_session: ContextVar[Any] = ContextVar("manyhands_session", default=None
 
 
 @contextmanager
-def with_session(session: Any) -> Iterator[None]:
+def with_session(session: RunSession) -> Iterator[None]:
     """Within the context, `enter` uses this session, not the environment. For tests, which reuse their processes."""
     script = ScriptTrainings(session)
     token = _current_session.set((session, script))
@@ -186,9 +184,10 @@ class Worker(GridPosition):
         self, script: ScriptTrainings, resolved: Resolved, strategy: StrategyChoice, kind: str = "training"
     ) -> None:
         """Add a training to the script; `kind` is what messages call it."""
-        session: Session | SoloSession = script.session
+        session = script.session
         super().__init__(session, strategy)
         self.script, self.resolved, self.number = script, resolved, script.make(kind)
+        self.events = RunEvents(session, lambda: script.recorder, self.number)
         identity, spec = session.identity, resolved.spec
         self.threads = process_settings.choose_threads(
             spec.launch.threads, identity.local_world_size, exact=spec.train.exact
@@ -239,8 +238,7 @@ class Worker(GridPosition):
     def enter(self, group: Group) -> None:
         """Leave the current group and enter a newer one."""
         self.script.retire()
-        assert isinstance(self.session, Session)
-        self.session.enter(group)
+        self.agent_session.enter(group)
         self.follow_group()
 
     def follow_group(self) -> None:
@@ -248,7 +246,13 @@ class Worker(GridPosition):
         self._messages.clear()
         self._chief_waits, self._formation = 0, None
         self.why_no_plane = _why_no_plane(self.group, self.resolved.spec, self.device)
-        self._open_record()
+        self.script.open_record()
+
+    @property
+    def agent_session(self) -> Session:
+        """The session of an elastic run, or of one with servers: such a run has an agent."""
+        assert isinstance(self.session, Session)
+        return self.session
 
     @property
     def run_dir(self) -> Path:
@@ -425,8 +429,6 @@ class Worker(GridPosition):
     ) -> PlaneAxis | None:
         """The plane of this host's workers; None without memory for it: then `why_no_plane` says so on each of them."""
         session, comm, generation = self.session, self.resolved.spec.comm, self.group.generation
-        if isinstance(session, SoloSession):
-            return None
         try:
             axis = connect_plane(
                 lambda num_bytes: session.shared_memory(
@@ -453,23 +455,18 @@ class Worker(GridPosition):
 
     def _barrier(self, what: str, rank: int, size: int) -> None:
         """A barrier through the run's store: the deadline of a collective is for steps, and workers may need longer."""
-        if isinstance(self.session, SoloSession):
-            return
         here = [f"{what}/{self.group.generation}/here/{other}" for other in range(size)]
         self.session.set(here[rank], b"1")
         self.session.wait(here, timeout_s=max(BARRIER_TIMEOUT_S, self.resolved.spec.comm.timeout_s))
 
     def _connect(self, prefix: str, device: torch.device, rank: int, size: int, timeout_s: float | None = None) -> Axis:
-        identity, store = self.session.identity, None
-        if not isinstance(self.session, SoloSession):
-            store = ControlStore(self.session, prefix=f"{self._key_prefix}{prefix}/{self.group.generation}/")
-            if size > 1 and self.is_elastic and not self.group.lost:
-                self._barrier(f"{self._key_prefix}{prefix} over sockets", rank, size)
+        if size > 1 and self.is_elastic and not self.group.lost:
+            self._barrier(f"{self._key_prefix}{prefix} over sockets", rank, size)
         return connect(
-            store,
+            ControlStore(self.session, prefix=f"{self._key_prefix}{prefix}/{self.group.generation}/"),
             rank,
             size,
-            address=identity.data_address,
+            address=self.session.identity.data_address,
             device=device,
             timeout_s=timeout_s or self.resolved.spec.comm.timeout_s,
             missing=self._last_reports,
@@ -482,15 +479,11 @@ class Worker(GridPosition):
 
     def join_run(self, facts: RunFacts) -> None:
         """Join the run, then apply the machine's settings. Raises if the run directory belongs to another run."""
-        if not (self.script.is_joined and isinstance(self.session, SoloSession)):
-            self.session.join(facts)
-        self.script.is_joined = True
+        self.session.join(facts)
         self._check_run_dir(facts.run_dir)
-        self._open_record()
+        self.script.open_record()
         spec = self.resolved.spec
         torch.set_num_threads(self.threads)
-        if spec.launch.allocator == "keep" and isinstance(self.session, SoloSession):
-            process_settings.keep_freed_memory()
         if spec.train.exact:
             process_settings.make_deterministic()
 
@@ -502,56 +495,16 @@ class Worker(GridPosition):
                 fix=[f"no run_dir=: its files are in {self.home}", "a separate script"],
             )
 
-    def _open_record(self) -> None:
-        """Open the record of the run, if this worker is the chief."""
-        if self.is_chief and self.recorder is None:
-            self.script.recorder = Recorder(self.run_dir / "events" / "chief.jsonl")
-            if isinstance(self.session, SoloSession):
-                self.session.recorder = self.recorder
-
-    @property
-    def recorder(self) -> Recorder | None:
-        return self.script.recorder
-
     @property
     def stop_requested(self) -> str | None:
         """The request to stop this run. None in a trial, which is killed: no more of the script may run before that."""
         return None if self.in_trial else self.session.stop_requested
-
-    def interruptible(self) -> AbstractContextManager[None]:
-        """Context for steps in the kernel of a notebook: see `SoloSession.interruptible`."""
-        return self.session.interruptible() if isinstance(self.session, SoloSession) else nullcontext()
-
-    def emit(self, event: Event) -> None:
-        """Record and publish an event of the run; only the chief does. Never blocks, never raises."""
-        event = self._of_this_training(event)
-        if self.is_chief:
-            if self.recorder is not None:
-                self.recorder.emit(event)
-            self.session.publish(event)
-
-    def tell(self, event: Event) -> None:
-        """Publish an event about this worker only; the launcher records it, unless the worker is the chief."""
-        if self.is_chief:
-            self.emit(event)
-        else:
-            self.session.publish(self._of_this_training(event))
-
-    def _of_this_training(self, event: Event) -> Event:
-        if self.number > 1 and hasattr(event, "training"):
-            return msgspec.structs.replace(event, training=self.number)
-        return event
-
-    def warn(self, text: str) -> None:
-        self.emit(Warned(text=text))
 
     def wait_for_chief(self, what: str) -> None:
         """Wait until the chief has reached this call, however long its own work takes.
 
         Through the run's store, not a collective: the deadline of a collective is meant for steps.
         """
-        if isinstance(self.session, SoloSession):
-            return
         self._chief_waits += 1
         key = f"chief/{self.number}/{self.place or self._chief_waits}/{what}"
         if self.is_chief:

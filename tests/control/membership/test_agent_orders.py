@@ -29,7 +29,7 @@ pytestmark = pytest.mark.faults
 
 
 class FakeCoordinator:
-    """Gives one agent whatever orders a test wants; each is sent until the agent reports what it should lead to."""
+    """Gives one agent the orders that a test wants; each is sent until the agent reports what it should lead to."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
@@ -60,7 +60,7 @@ class FakeCoordinator:
                     if until_reported(message):
                         return message
                     self.port.send(Orders(term=1, run="r", job=self.job, **orders), to=peer)
-        raise AssertionError(f"the agent did not come to stand as ordered: {orders}")
+        raise AssertionError(f"the agent never reported what was ordered: {orders}")
 
     def close(self) -> None:
         self.door.close()
@@ -91,17 +91,17 @@ def coordinator(launcher) -> Iterator[FakeCoordinator]:
 
 
 def started(*incarnations: int) -> Callable[[HostReport], bool]:
-    return lambda report: [member.incarnation for member in report.members if not member.ended] == list(incarnations)
+    return lambda report: [name for name, member in report.members.items() if not member.ended] == list(incarnations)
 
 
 def test_a_host_that_the_run_has_gone_on_without_ends_what_it_has(coordinator):
     first = coordinator.order(started(1), do="run", plan=plan_of_one(1, 1, 1))
     coordinator.order(started(2), do="run", plan=plan_of_one(2, 5, 2))
-    assert not alive(first.members[0].pid), "of the attempt before"
+    assert not alive(first.members[1].pid), "of the attempt before"
     coordinator.order(lambda report: report.clear, do="wait", generation="1.9")
 
 
-def test_orders_that_are_older_than_what_was_heard_change_nothing(coordinator):
+def test_orders_older_than_the_last_received_change_nothing(coordinator):
     alone = plan_of_one(1, 1, 1)
     with_another = replace(alone, workers=[*alone.workers, PlannedWorker(slot=1, incarnation=2, joining=True)])
     coordinator.order(started(1), do="run", revision=3, plan=alone)

@@ -22,44 +22,46 @@ LIMITS = HangLimits(heartbeat_s=3.0, hang_s=10.0)
 QUICK = (0.1,) * 5
 
 
-def pulse(**known) -> WorkerActivity:
+def activity(**known) -> WorkerActivity:
     usual = {"judged": True, "training": True, "heard_at": 100.0, "moved_at": 100.0, "step_s": QUICK}
     return WorkerActivity(**{"joined": True, **usual, **known})
 
 
 @pytest.mark.parametrize(("now", "verdict"), [(102.9, "fine"), (103.1, "silent"), (200.0, "silent")])
 def test_a_member_without_a_sign_of_life_is_silent(now, verdict):
-    assert judge(pulse(), LIMITS, now) == verdict
-    assert judge(pulse(training=False, step_s=()), LIMITS, now) == verdict
+    assert judge(activity(), LIMITS, now) == verdict
+    assert judge(activity(training=False, step_s=()), LIMITS, now) == verdict
 
 
-def test_whoever_has_not_reported_a_step_may_take_its_time_unless_it_is_stopped():
-    assert judge(pulse(judged=False), LIMITS, 129.9) == "fine"
-    assert judge(pulse(judged=False), LIMITS, 130.1) == "silent so far", "then somebody looks whether it is stopped"
-    assert judge(pulse(judged=False, joined=False), LIMITS, 1000.0) == "fine"
-    assert judge(pulse(judged=False), HangLimits(heartbeat_s=60.0), 159.9) == "fine"
+def test_a_worker_that_has_not_reported_a_step_may_take_its_time_unless_it_is_stopped():
+    assert judge(activity(judged=False), LIMITS, 129.9) == "fine"
+    assert judge(activity(judged=False), LIMITS, 130.1) == "silent so far", (
+        "then the agent checks whether it is stopped"
+    )
+    assert judge(activity(judged=False, joined=False), LIMITS, 1000.0) == "fine"
+    assert judge(activity(judged=False), HangLimits(heartbeat_s=60.0), 159.9) == "fine"
 
 
 @pytest.mark.parametrize(("now", "verdict"), [(109.9, "fine"), (110.1, "slow"), (119.9, "slow"), (120.1, "stuck")])
-def test_whoever_lives_but_gets_nowhere_is_slow_and_then_stuck(now, verdict):
-    assert judge(pulse(heard_at=now), LIMITS, now) == verdict
+def test_a_live_worker_without_progress_is_slow_and_then_stuck(now, verdict):
+    assert judge(activity(heard_at=now), LIMITS, now) == verdict
 
 
 def test_ten_of_its_slowest_steps_are_waited_for():
-    slow = pulse(heard_at=180.0, step_s=(8.0,) * 20)
+    slow = activity(heard_at=180.0, step_s=(8.0,) * 20)
     assert judge(slow, LIMITS, 179.0) == "fine"
     assert judge(slow, LIMITS, 181.0) == "slow"
 
 
 def test_progress_is_expected_while_training_and_once_the_pace_is_known():
-    assert judge(pulse(heard_at=500.0, training=False), LIMITS, 500.0) == "fine"
-    assert judge(pulse(heard_at=500.0, step_s=(0.1, 0.1)), LIMITS, 500.0) == "fine"
+    assert judge(activity(heard_at=500.0, training=False), LIMITS, 500.0) == "fine"
+    assert judge(activity(heard_at=500.0, step_s=(0.1, 0.1)), LIMITS, 500.0) == "fine"
 
 
 def test_what_was_missed_while_the_agent_itself_stood_still_does_not_count():
-    assert judge(pulse(), LIMITS, 150.0, since=149.0) == "fine"
-    assert judge(pulse(), LIMITS, 152.1, since=149.0) == "silent"
-    assert judge(pulse(heard_at=200.0), LIMITS, 158.0, since=149.0) == "fine"
+    assert judge(activity(), LIMITS, 150.0, since=149.0) == "fine"
+    assert judge(activity(), LIMITS, 152.1, since=149.0) == "silent"
+    assert judge(activity(heard_at=200.0), LIMITS, 158.0, since=149.0) == "fine"
 
 
 def test_one_slow_step_in_a_hundred_does_not_set_the_pace():

@@ -207,7 +207,7 @@ def test_a_broken_join_file_says_what_is_wrong(tmp_path, content, mode, words):
 
 @pytest.mark.parametrize("path", ["join.json", "run.key"])
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_a_join_file_or_key_of_another_user_is_refused_whatever_its_mode(tmp_path, path):
+def test_a_join_file_or_key_of_another_user_is_refused_with_any_mode(tmp_path, path):
     file = tmp_path / path
     if path == "run.key":
         write_key(file)
@@ -337,7 +337,7 @@ def test_modules_are_found_without_being_imported():
     check_command(WorkerCommand("call", "manyhands.control.run_directory:run_name"))
 
 
-def test_a_taken_port_is_told_before_anything_starts():
+def test_a_taken_port_is_reported_before_anything_starts():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -35,7 +35,7 @@ def test_among_equals_the_earliest_is_first_and_that_is_certain():
     assert (first.rank, certain) == (1, True)
 
 
-def test_a_timeout_nobody_caused_by_dying_is_itself_the_first_failure():
+def test_a_timeout_that_no_death_caused_is_itself_the_first_failure():
     first, _, certain = attribute([EndedWorker(end(0, **PEER), 1.0), EndedWorker(end(1, "stopped"), 1.5)])
     assert (first.rank, certain) == (0, True)
 
@@ -51,7 +51,7 @@ def test_the_policy_table():
     assert verdict(end(0, **VALUE)).restart
     assert not verdict(end(0, **VALUE), progressed=False).restart
     assert verdict(end(0, **VALUE), progressed=False, always_restart=True).restart
-    assert verdict(end(0, **PEER), progressed=False).restart, "a lost peer is nobody's bug in the first step"
+    assert verdict(end(0, **PEER), progressed=False).restart, "a lost peer is no bug of the script in the first step"
     assert verdict(end(0, **VALUE), times=2).restart
     assert not verdict(end(0, **VALUE), times=3).restart
     assert not verdict(end(0, "signal", signal=9), restarts=3).restart
@@ -141,7 +141,7 @@ def test_what_was_asked_wrongly_from_the_first_is_not_to_be_resumed():
     assert "mh run train.py" in render(msgspec.structs.replace(wrong, exit_code=1))
 
 
-def test_a_hung_worker_is_told_as_one_with_the_place_where_it_stood():
+def test_a_hung_worker_is_reported_as_hung_with_the_line_where_it_was():
     hung = end(1, "hung", message="no sign of life for 3.0 s, in step 7, train.py line 3, in forward", signal=9)
     assert short(hung) == (
         "rank 1 on h (pid 101) died: hung: no sign of life for 3.0 s, in step 7, train.py line 3, in forward"

@@ -1,4 +1,4 @@
-"""Servers and workers on several hosts: reached by tcp under CURVE, told who lives anywhere, as tasks of a cluster."""
+"""Servers and workers on several hosts: tcp under CURVE, lists of live workers, tasks of a cluster."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from manyhands.control.membership.react import begin, restored
 from manyhands.control.security.keys import client_curve, new_key
 from manyhands.control.security.rejected_peers import WRONG_KEY
 from tests.control.conftest import Launcher, until
-from tests.control.scene import CALL, Scene
+from tests.control.membership.scene import CALL, Scene
 
-# Servers answer whoever gets through to them; workers ask each server now and then, and note who answered.
+# Servers answer every peer that connects; workers ask each server now and then, and note who answered.
 SCRIPT = """
 import json, zmq
 from manyhands.comm.transport import open_port
@@ -30,35 +30,36 @@ def note(what, **more):
     with open(HERE / "notes.jsonl", "a") as file:
         file.write(json.dumps({"what": what, "pid": os.getpid(), **more}) + "\\n")
 def serve():
-    session = Session(SEAT)
-    session.on_change = lambda: note("hears", living=sorted(session.living or []))
+    session = Session(IDENTITY)
+    session.on_change = lambda: note("living", living=sorted(session.living or []))
     session.join(RunFacts())
     context = zmq.Context()
     door = PeerGate(context, session.clients)
     ports = [
-        open_port(context, zmq.ROUTER, SEAT.listen, dict, bind=True, curve=session.curve),
-        open_port(context, zmq.ROUTER, session.server_endpoint(SEAT.server), dict, bind=True),
+        open_port(context, zmq.ROUTER, IDENTITY.listen, dict, bind=True, curve=session.curve),
+        open_port(context, zmq.ROUTER, session.server_endpoint(IDENTITY.server), dict, bind=True),
     ]
     door.watch(ports[0])
-    note("serves", server=SEAT.server, at=SEAT.listen)
+    note("serves", server=IDENTITY.server, at=IDENTITY.listen)
     while session.stop_requested is None:
         for refused in door.attend():
             note("refuses", why=refused)
         for port in ports:
             for peer, asked in port.receive():
-                port.send({"server": SEAT.server, "pid": os.getpid()}, to=peer)
+                port.send({"server": IDENTITY.server, "pid": os.getpid()}, to=peer)
         time.sleep(0.005)
 def work():
     session = join()
-    if SEAT.joining:
+    if IDENTITY.joining:
         session.enter(session.offer(1, 60))
     context = zmq.Context()
-    places = [session.server_endpoint(number) for number in range(SEAT.num_servers)]
+    places = [session.server_endpoint(number) for number in range(IDENTITY.num_servers)]
     ports = [
         open_port(context, zmq.DEALER, place, dict, curve=session.curve if place.startswith("tcp") else None)
         for place in places
     ]
-    note("works", slot=SEAT.slot, incarnation=SEAT.incarnation, host=SEAT.host, places=places, rank=session.group.rank)
+    me, rank = IDENTITY, session.group.rank
+    note("works", slot=me.slot, incarnation=me.incarnation, host=me.host, places=places, rank=rank)
     answered = set()
     while not (HERE / "end").exists():
         session.report(int(time.monotonic() * 100), "training", 1)
@@ -69,9 +70,9 @@ def work():
             for _, answer in port.receive():
                 if answer["pid"] not in answered:
                     answered.add(answer["pid"])
-                    note("answered", slot=SEAT.slot, server=answer["server"], by=answer["pid"])
+                    note("answered", slot=IDENTITY.slot, server=answer["server"], by=answer["pid"])
         time.sleep(0.02)
-serve() if SEAT.is_server else work()
+serve() if IDENTITY.is_server else work()
 """
 
 
@@ -106,7 +107,7 @@ def intrude(endpoint: str, notes: Notes) -> str:
 
 
 @pytest.mark.faults
-def test_workers_of_another_host_reach_servers_by_tcp_with_keys_and_those_of_their_own_host_by_ipc(launcher: Launcher):
+def test_workers_of_another_host_reach_servers_by_tcp_with_keys_and_those_of_the_same_host_by_ipc(launcher: Launcher):
     notes = Notes(launcher.folder)
     first = launcher(
         SCRIPT, workers=1, servers=2, elastic=[1, 2], hosts_wanted=2, listen="127.0.0.1", join_file="join.json"
@@ -125,10 +126,10 @@ def test_workers_of_another_host_reach_servers_by_tcp_with_keys_and_those_of_the
     assert {entry["slot"] for entry in notes.wait("answered", 2, by=again["pid"])} == {0, 1}
     assert WRONG_KEY in intrude(serves[0]["at"], notes)
     killed = works[1]["incarnation"]
-    assert all(killed in entry["living"] for entry in notes("hears") if entry["living"])
+    assert all(killed in entry["living"] for entry in notes("living") if entry["living"])
     kill(works[1]["pid"])
-    until(lambda: killed not in notes("hears")[-1]["living"], what="news from the other host")
-    assert works[0]["incarnation"] in notes("hears")[-1]["living"]
+    until(lambda: killed not in notes("living")[-1]["living"], what="news from the other host")
+    assert works[0]["incarnation"] in notes("living")[-1]["living"]
     notes.wait("works", 3)
     (launcher.folder / "end").touch()
     assert [first.wait(), second.wait()] == [0, 0], first.err

@@ -8,7 +8,7 @@ TEXT = "Traceback:\n  a line, ümläut\nValueError: no\n"
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_what_stands_before_and_after_passes_in_order_however_the_pieces_fall(size):
+def test_output_before_and_after_passes_in_order_in_pieces_of_any_size(size):
     whole = b"before\n" + TEXT.encode() + b"after\n"
     withheld = WithheldOutput(TEXT)
     passed = b"".join(withheld.passes(whole[at : at + size]) for at in range(0, len(whole), size))

@@ -76,7 +76,7 @@ def test_the_outer_nesterov_step_is_that_of_sgd_with_the_same_settings() -> None
     theta, v = outer.numpy().copy(), np.zeros(50)
     for number in range(4):
         delta = rows(number + 2)[0]
-        outer, velocity = nesterov(outer, delta, velocity)
+        outer, velocity = nesterov(outer, delta, velocity, lr=0.7, momentum=0.9)
         expected.grad = delta.clone()
         sgd.step()
         v = 0.9 * v + delta.numpy()
@@ -98,6 +98,6 @@ def test_the_center_after_all_workers_at_once_has_moved_by_the_sum_of_their_pull
     close(elastic_center(center, mean(center - workers), alpha, 3), expected)
 
 
-def test_mixing_keeps_a_part_of_its_own() -> None:
+def test_mixing_keeps_a_part_of_the_workers_own_weights() -> None:
     local, outer = rows(2)
     close(mix(local, outer, 0.25), 0.25 * local.numpy() + 0.75 * outer.numpy())

@@ -56,7 +56,7 @@ def test_downpour_pulls_at_its_own_times() -> None:
 
 
 @given(st.integers(0, 5), st.integers(0, 50), st.sets(st.integers(0, 30), max_size=9), st.randoms())
-def test_everybody_draws_the_same_pairs(seed: int, number: int, members: set[int], shuffle: object) -> None:
+def test_every_worker_draws_the_same_pairs(seed: int, number: int, members: set[int], shuffle: object) -> None:
     order = sorted(members)
     shuffle.shuffle(order)  # type: ignore[attr-defined]
     drawn = pairs(seed, number, order)
@@ -66,7 +66,7 @@ def test_everybody_draws_the_same_pairs(seed: int, number: int, members: set[int
     assert set(met) <= members
 
 
-def test_over_the_rounds_everybody_meets_everybody() -> None:
+def test_over_the_rounds_every_worker_is_paired_with_every_other() -> None:
     met = {frozenset(pair) for number in range(60) for pair in pairs(0, number, range(5))}
     assert len(met) == 10
 
@@ -85,7 +85,7 @@ EXPECTED = (0, 1, 2, 3)
         ({0: 1.0, 1: 2.0, 2: 3.0, 3: 12.0}, 13.0, (10.0, (0, 1, 2))),
         ({}, 50.0, None),
     ],
-    ids=["all", "before the deadline", "at it", "no quorum", "a late quorum", "too late", "nobody"],
+    ids=["all", "before the deadline", "at it", "no quorum", "a late quorum", "too late", "none"],
 )
 def test_a_round_closes_with_all_or_with_enough_at_the_deadline(
     arrived: dict[int, float], now: float, found: tuple[float, tuple[int, ...]] | None

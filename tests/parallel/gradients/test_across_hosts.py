@@ -28,20 +28,20 @@ NEVER, SOMETIMES = 6, 3  # parameters by place
 BUCKET_BYTES = 1024
 
 
-def test_stretches_cover_every_part_once_from_the_end() -> None:
+def test_ranges_cover_every_part_once_from_the_end() -> None:
     tensors = [torch.zeros(shape) for shape in SHAPES]
     flat = lay_out(tensors)
     (section,) = flat.sections
     for world in (1, 2, 3, 200):
         found = flat.stretches(section, world, BUCKET_BYTES)
-        covered = [element for stretch in reversed(found) for element in stretch.elements]
+        covered = [element for bucket in reversed(found) for element in bucket.elements]
         assert covered == list(range(section.numel))
-        for stretch in found:
-            assert len(stretch.elements) <= BUCKET_BYTES // 4
-            assert set(stretch.elements) <= set(section.part(stretch.owner, world))
+        for bucket in found:
+            assert len(bucket.elements) <= BUCKET_BYTES // 4
+            assert set(bucket.elements) <= set(section.part(bucket.owner, world))
             ends = [(start, start + max(1, t.numel())) for start, t in zip(flat.starts, tensors, strict=True)]
-            own = [i for i, (low, high) in enumerate(ends) if set(range(low, high)) & set(stretch.elements)]
-            assert [i for i in own if tensors[i].numel()] == stretch.members
+            own = [i for i, (low, high) in enumerate(ends) if set(range(low, high)) & set(bucket.elements)]
+            assert [i for i in own if tensors[i].numel()] == bucket.members
 
 
 def on_two_hosts(store: str, params: list[nn.Parameter]) -> tuple[int, Plane, SharedMemorySum]:

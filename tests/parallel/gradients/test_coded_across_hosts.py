@@ -131,15 +131,19 @@ def test_every_rank_gets_the_same_bits_close_to_the_sum(
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
-def test_what_is_not_told_is_owed_and_nothing_is_lost(ranks: RankPool, tmp_path: Path, hosts: int) -> None:
+def test_what_is_not_sent_stays_in_the_residual_and_nothing_is_lost(
+    ranks: RankPool, tmp_path: Path, hosts: int
+) -> None:
     """Also to a parameter that has a gradient in every third step only, and one that never has."""
     steps, slices = range(8), 2 * hosts
     first, *_ = ranks(hosts * HERE, sum_steps, str(tmp_path / "store"), "int8", steps, slices, None, hosts=hosts)
     for place, rows in first.rows.items():
         assert rows.shape == (hosts, *SHAPES[place])
-        told = sum((grads[place] for grads in first.grads if grads[place] is not None), np.zeros(SHAPES[place]))
-        owed = rows.astype(np.float64).sum(0)
-        np.testing.assert_allclose(told + owed, exact_sum(steps, slices, place), rtol=0, atol=1e-4, err_msg=str(place))
+        sent = sum((grads[place] for grads in first.grads if grads[place] is not None), np.zeros(SHAPES[place]))
+        residual = rows.astype(np.float64).sum(0)
+        np.testing.assert_allclose(
+            sent + residual, exact_sum(steps, slices, place), rtol=0, atol=1e-4, err_msg=str(place)
+        )
     assert not first.rows[NEVER].any()
     assert all(row.any() for row in first.rows[SOMETIMES])
 
@@ -174,7 +178,7 @@ def hand_over(store: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return [before[i].numpy() for i in kept if chief], [after[i].numpy() for i in range(len(kept)) if chief]
 
 
-def test_sums_of_other_parameters_owe_what_the_ones_before_owed(ranks: RankPool, tmp_path: Path) -> None:
+def test_sums_of_other_parameters_keep_the_residuals_of_those_before(ranks: RankPool, tmp_path: Path) -> None:
     before, after = ranks(4, hand_over, str(tmp_path / "store"), hosts=2)[0]
     assert len(before) == 3
     for old, new in zip(before, after, strict=True):
@@ -182,7 +186,7 @@ def test_sums_of_other_parameters_owe_what_the_ones_before_owed(ranks: RankPool,
 
 
 def test_a_host_sends_its_sum_once(ranks: RankPool, tmp_path: Path) -> None:
-    """Whatever its number of workers: together they send each value once to the other host, in a byte or two."""
+    """With any number of workers: together they send each value once to the other host, in a byte or two."""
     values = sum(int(np.prod(shape)) for shape in SHAPES)
     for codec, num_bytes in (("bf16", 2), ("int8", 1)):
         found = ranks(4, sum_steps, str(tmp_path / codec), codec, range(2), 4, None, hosts=2)

@@ -122,10 +122,10 @@ def given_so_far(lives: Sequence[Given], place: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("worlds", [(2, 2), (3, 2), (2, 3), (3, 1, 2)], ids=str)
-def test_what_was_given_and_what_is_owed_add_up_whoever_goes_on(
+def test_sums_and_residuals_add_up_on_any_number_of_ranks(
     ranks: RankPool, tmp_path: Path, worlds: tuple[int, ...]
 ) -> None:
-    """A parameter that only some steps use is among them: what it is owed waits for it."""
+    """A parameter that only some steps use is among them: its residual waits for it."""
     lives: list[Given] = []
     for number, world_size in enumerate(worlds):
         steps = range(1 + 8 * number, 9 + 8 * number)
@@ -134,15 +134,15 @@ def test_what_was_given_and_what_is_owed_add_up_whoever_goes_on(
         for place in range(len(SHAPES)):
             if place == DOUBLE:
                 continue
-            owed = torch.tensor(lives[-1].rows[place]).double().sum(0) if place in lives[-1].rows else 0
+            residuals = torch.tensor(lives[-1].rows[place]).double().sum(0) if place in lives[-1].rows else 0
             wanted = exact_sum(range(1, 9 + 8 * number), place)
-            torch.testing.assert_close(given_so_far(lives, place) + owed, wanted, rtol=0, atol=1e-4)
-    owed = [np.abs(rows).max() for rows in lives[0].rows.values() if rows.size]
-    assert max(owed) > 1e-3, "something is owed, or this shows nothing"
+            torch.testing.assert_close(given_so_far(lives, place) + residuals, wanted, rtol=0, atol=1e-4)
+    residuals = [np.abs(rows).max() for rows in lives[0].rows.values() if rows.size]
+    assert max(residuals) > 1e-3, "there is a residual, or this shows nothing"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_same_number_of_ranks_goes_on_bit_by_bit(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+def test_the_same_number_of_ranks_resumes_bit_by_bit(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     whole = ranks(world_size, sum_steps, str(tmp_path / "whole"), "int8", range(1, 9), None)[0]
     first = ranks(world_size, sum_steps, str(tmp_path / "first"), "int8", range(1, 5), None)[0]
     second = ranks(world_size, sum_steps, str(tmp_path / "second"), "int8", range(5, 9), first)[0]
@@ -177,8 +177,8 @@ def overflow(store: str, world: int) -> list[tuple[bool, bool]]:
         summed.after_backward(identity.rank)
         summed.finish()
         assert param.grad is not None
-        owed = all(bool(residual.isfinite().all()) for residual in summed.residuals().values())
-        found.append((bool(param.grad.isfinite().all()), owed))
+        are_finite = all(bool(residual.isfinite().all()) for residual in summed.residuals().values())
+        found.append((bool(param.grad.isfinite().all()), are_finite))
     return found
 
 
@@ -191,7 +191,7 @@ def test_an_infinity_reaches_every_rank_and_is_forgotten_with_the_step(
 
 
 def frozen(store: str) -> tuple[float, list[int] | None, list[int] | None]:
-    """One parameter fewer is trained from some step on; then what is owed to the others is carried over."""
+    """One parameter fewer is trained from some step on; then the residuals of the others are carried over."""
     from manyhands.training.worker.worker import _current_session
 
     identity, device = _current_session.get()[0].identity, torch.device("cpu")
@@ -207,15 +207,15 @@ def frozen(store: str) -> tuple[float, list[int] | None, list[int] | None]:
     fewer.succeed(summed)
     alike = GradientSum(params[::-1], axis, 2048, Int8())
     alike.succeed(summed)
-    owed, kept = summed.residuals(), fewer.residuals()
-    assert all(torch.equal(owed[place + 1], kept[place]) for place in (0, 1))
-    assert all(torch.equal(owed[2 - place], values) for place, values in alike.residuals().items())
+    residuals, kept = summed.residuals(), fewer.residuals()
+    assert all(torch.equal(residuals[place + 1], kept[place]) for place in (0, 1))
+    assert all(torch.equal(residuals[2 - place], values) for place, values in alike.residuals().items())
     alike.scale_residuals(0.5)
-    assert all(torch.equal(owed[2 - place] / 2, values) for place, values in alike.residuals().items())
-    return float(owed[1].abs().max()), fewer.settled_order, alike.settled_order
+    assert all(torch.equal(residuals[2 - place] / 2, values) for place, values in alike.residuals().items())
+    return float(residuals[1].abs().max()), fewer.settled_order, alike.settled_order
 
 
-def test_what_is_owed_follows_the_parameters(ranks: RankPool, tmp_path: Path) -> None:
+def test_residuals_follow_the_parameters(ranks: RankPool, tmp_path: Path) -> None:
     for largest, order_of_fewer, order_of_all in ranks(2, frozen, str(tmp_path / "store")):
         assert largest > 0
         assert order_of_fewer is None

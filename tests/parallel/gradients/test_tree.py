@@ -1,4 +1,4 @@
-"""The tree over slices: the same grouping whoever computed which slice."""
+"""The tree over slices: the same grouping whichever rank computed a slice."""
 
 from __future__ import annotations
 

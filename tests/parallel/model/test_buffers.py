@@ -51,7 +51,7 @@ def test_batch_statistics_are_replayed_in_slice_order(momentum: float | None) ->
         assert torch.equal(replica.running_var, replicas[0].running_var)
 
 
-def test_statistics_have_the_same_bits_whoever_ran_which_slice() -> None:
+def test_statistics_have_the_same_bits_wherever_a_slice_ran() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
     slices = [torch.randn(5, 4) for _ in range(3)]
@@ -127,19 +127,19 @@ def test_a_large_frozen_parameter_that_changes_in_forward_is_refused_by_name() -
         step_in_slices(Drifts(), [torch.ones(1), torch.ones(1)], [[0, 1]])
 
 
-def test_a_step_of_one_slice_through_two_stages_of_one_rank_leaves_the_right_values_by_itself() -> None:
+def test_a_step_of_one_slice_through_two_stages_of_one_rank_leaves_the_right_values_without_replay() -> None:
     torch.manual_seed(2)
     first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     expected, rows = copy.deepcopy(first), torch.randn(5, 4)
     buffers = StepBuffers(nn.Sequential(first, second))
     buffers.begin(1, 1)
-    told = []
+    left = []
     for stage in (first, second):
         buffers.enter(0)
         stage(rows)
-        told.append(buffers.leave(0))
+        left.append(buffers.leave(0))
         buffers.put_back()
-    buffers.commit([buffers.united(*told)])
+    buffers.commit([buffers.united(*left)])
     expected(rows)
     torch.testing.assert_close(first.state_dict(), expected.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(second.state_dict(), expected.state_dict(), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Large copies hold what plain ones do, whatever they are copied from."""
+"""Large copies hold what plain ones do, from tensors of any layout and type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers in types of their own: what they compute in, what comes out, and what is refused."""
+"""Layers with different dtypes: what they compute in, what they return, and what is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_layer_computes_in_its_own_type_and_gives_back_what_it_was_given() -> 
     assert model[1][0].weight.grad.dtype == torch.float64
 
 
-def test_autocast_does_not_reach_a_layer_with_a_type_of_its_own() -> None:
+def test_autocast_does_not_reach_a_layer_with_its_own_type() -> None:
     model = net()
     set_dtypes_(model, {"0": "fp32"})
     inside: list[torch.dtype] = []
@@ -39,7 +39,7 @@ def test_autocast_does_not_reach_a_layer_with_a_type_of_its_own() -> None:
     assert inside == [torch.float32]
 
 
-def test_autocast_goes_on_after_a_layer_that_raises() -> None:
+def test_autocast_stays_on_after_a_layer_that_raises() -> None:
     model = net()
     set_dtypes_(model, {"0": "fp32"})
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -19,7 +19,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_many_good_steps() -> Non
     assert scale.value == 2.0**16
 
 
-def test_the_scale_goes_on_where_its_state_was_saved() -> None:
+def test_the_scale_resumes_where_its_state_was_saved() -> None:
     scale, again = LossScale(), LossScale()
     scale.update(overflow=True)
     scale.update(overflow=False)

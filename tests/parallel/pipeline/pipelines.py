@@ -115,7 +115,7 @@ def train_alone(case: Case, plan: Sequence[tuple[int, int]]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = case.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = []
+    steps = []
     for step, (rows, count) in enumerate(plan):
         sums = Sums(model, rows, count)
         for piece in slices(case.data(step, rows), count):
@@ -125,9 +125,9 @@ def train_alone(case: Case, plan: Sequence[tuple[int, int]]) -> dict[str, Any]:
             sums.put_back()
             sums.slice_done(piece)
         sums.commit()
-        told.append(_told(model, sums, rows))
+        steps.append(_results_of(model, sums, rows))
         _update(model, optimizer, sums)
-    return {"steps": told, "weights": _arrays(model.state_dict()), "evaluation": _evaluate(model, model, case)}
+    return {"steps": steps, "weights": _arrays(model.state_dict()), "evaluation": _evaluate(model, model, case)}
 
 
 def train_pipelined(
@@ -138,7 +138,7 @@ def train_pipelined(
     torch.manual_seed(0)
     model = case.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = []
+    steps = []
     stages = world * (options.get("chunks") or (2 if schedule in ("interleaved", "zero_bubble") else 1))
     blocks = blocks_of(model, case, stages)
     starts = starts_at(blocks.names, case.at, stages) if case.at else balance([1.0] * len(blocks.names), stages)
@@ -154,7 +154,7 @@ def train_pipelined(
         alive = max(alive, runner.most_alive)
         sums.commit()
         _sum_tied(axis, model, sums, shared_between(parts), runner)
-        told.append(_told(model, sums, rows))
+        steps.append(_results_of(model, sums, rows))
         _update(model, optimizer, sums)
     assert runner is not None
     own = {name for stage in runner.stages for name in _names(model, parts[stage].params.values())}
@@ -162,7 +162,7 @@ def train_pipelined(
     weights = {name: value for name, value in _arrays(model.state_dict()).items() if name in own | buffers}
     model.eval()
     return {
-        "steps": told,
+        "steps": steps,
         "weights": weights,
         "evaluation": _evaluate(runner.model, model, case),
         "alive": alive,
@@ -196,7 +196,7 @@ def _sum_tied(axis: Axis, model: nn.Module, sums: Sums, tied: dict[str, list[int
             sums.total[first] = grad
 
 
-def _told(model: nn.Module, sums: Sums, rows: int) -> dict[str, Any]:
+def _results_of(model: nn.Module, sums: Sums, rows: int) -> dict[str, Any]:
     return {"loss": sum(sums.losses) / rows, "grads": _arrays(sums.total)}
 
 
@@ -287,7 +287,7 @@ def language_loss(model: Any, batch: Any) -> Tensor:
 
 
 class TwoTowers(nn.Module):
-    """Branches with inputs of their own."""
+    """Branches with separate inputs."""
 
     def __init__(self) -> None:
         super().__init__()

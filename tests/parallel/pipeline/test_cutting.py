@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from manyhands.errors import SpecError
-from manyhands.parallel.pipeline.build_stages import blocks_of, check_enough, cut, measure
+from manyhands.parallel.pipeline.build_stages import check_enough, cut, measure, pipeline_blocks
 from manyhands.parallel.pipeline.exported_stages import ExportedModel
 from manyhands.parallel.pipeline.partition import Chain, Inputs, balance, shared_between, starts_at
-from manyhands.parallel.pipeline.stage_blocks import units_of
+from manyhands.parallel.pipeline.stage_blocks import names_of_blocks
 
 
 def largest(costs: list[int], starts: list[int]) -> int:
@@ -54,7 +54,7 @@ def test_more_stages_than_blocks_are_refused_with_the_most_there_can_be() -> Non
     assert refused.value.fix[0] == "stages=3"
 
 
-def test_workers_with_several_stages_are_told_how_many_there_can_be() -> None:
+def test_too_many_stages_per_worker_are_refused_with_how_many_there_can_be() -> None:
     blocks = Chain(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))))
     check_enough(blocks, 2, 2)
     with pytest.raises(SpecError, match="2 workers with 3 stages each need 6 blocks; the model has 5") as refused:
@@ -65,7 +65,7 @@ def test_workers_with_several_stages_are_told_how_many_there_can_be() -> None:
     assert refused.value.fix[0] == "stages=5, chunks=1"
 
 
-def test_a_sequential_is_cut_into_its_own_modules_also_where_one_stands_twice() -> None:
+def test_a_sequential_is_cut_into_its_own_modules_also_where_one_is_used_twice() -> None:
     tanh = nn.Tanh()
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), tanh), nn.Sequential(nn.Linear(4, 4), tanh), nn.Linear(4, 2))
     chain = Chain(model)
@@ -95,11 +95,12 @@ class Encoder(nn.Module):
         return {"logits": out @ self.embed.weight.t(), "length": None}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_model_with_a_list_of_layers_is_cut_between_them() -> None:
     model = Encoder()
     inputs = Inputs((torch.randint(0, 11, (3, 5)),), {"scale": 0.5})
-    blocks = blocks_of(model, inputs, 3)
+    blocks = pipeline_blocks(model, inputs, 3)
     assert blocks.names == ["embed", "body.layers.0", "body.layers.1", "body.layers.2", "norm"]
     parts = cut(blocks, 3, at=["body.layers.1", "norm"])
     assert shared_between(parts) == {"embed.weight": [0, 2]}
@@ -123,7 +124,7 @@ def test_a_model_with_a_list_of_layers_is_cut_between_them() -> None:
 
 
 class Halves(nn.Module):
-    """Dropout of its own that goes by the mode of a part of it."""
+    """Its forward has dropout that depends on the training mode of one of its modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class OnHalves(nn.Module):
 @pytest.mark.slow
 def test_what_lies_between_blocks_goes_by_the_mode_that_its_module_is_in_by_now() -> None:
     model, given = OnHalves(), Inputs((torch.randn(4, 3),), {})
-    parts = cut(blocks_of(model, given, 2, ["body.upper"]), 2, at=["body.upper"])
+    parts = cut(pipeline_blocks(model, given, 2, ["body.upper"]), 2, at=["body.upper"])
     for is_training in (True, False, True):
         model.body.training = is_training  # the model as a whole is in training mode
         torch.manual_seed(0)
@@ -158,7 +159,7 @@ def test_what_lies_between_blocks_goes_by_the_mode_that_its_module_is_in_by_now(
 def test_a_compiled_block_is_traced_as_often_as_need_be() -> None:
     model, given = OnHalves(), Inputs((torch.randn(4, 3),), {})
     model.head = torch.compile(model.head, backend="eager")  # type: ignore[assignment]
-    parts = cut(blocks_of(model, given, 2), 2, at=["head"])
+    parts = cut(pipeline_blocks(model, given, 2), 2, at=["head"])
     for mode in (False, True):
         model.train(mode)
         torch.manual_seed(0)
@@ -187,7 +188,7 @@ def test_a_model_that_cannot_be_followed_is_refused_with_torchs_reason_and_the_l
 
 
 class Counting(nn.Module):
-    """Changes buffers of its own; those of its blocks are the blocks' business."""
+    """Changes its buffers; those of its blocks are changed by the blocks."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -207,10 +208,10 @@ class Counting(nn.Module):
 def test_a_model_that_changes_a_buffer_between_its_blocks_is_refused_by_name(how: str) -> None:
     model, inputs = Counting(how), Inputs((torch.randn(6, 4),), {})
     if how == "not at all":
-        assert blocks_of(model, inputs, 2).names == ["enter", "norm"]
+        assert pipeline_blocks(model, inputs, 2).names == ["enter", "norm"]
         return
     with pytest.raises(SpecError, match="Counting changes its buffer seen outside of its blocks") as refused:
-        blocks_of(model, inputs, 2)
+        pipeline_blocks(model, inputs, 2)
     assert refused.value.fix and not model.seen.any()
 
 
@@ -231,7 +232,7 @@ class Judging(nn.Module):
 
 def test_dataclasses_come_out_as_they_are() -> None:
     model, inputs = Judging(), Inputs((torch.randn(4, 3),), {})
-    first, second = cut(blocks_of(model, inputs, 2), 2)
+    first, second = cut(pipeline_blocks(model, inputs, 2), 2)
     judged = second(inputs, first(inputs, None))
     assert isinstance(judged, Judged)
     assert torch.equal(judged.logits, model(*inputs.args).logits)
@@ -248,10 +249,10 @@ def test_blocks_are_looked_into_until_there_are_enough_and_then_stages_are_refus
             return self.inner(x)
 
     inputs = Inputs((torch.randn(4, 3),), {})
-    blocks = blocks_of(Wrapped(), inputs, 2)
+    blocks = pipeline_blocks(Wrapped(), inputs, 2)
     assert blocks.names == ["inner.one", "inner.two"]
     with pytest.raises(SpecError, match="3 stages need as many blocks; the model has 2") as refused:
-        cut(blocks_of(Wrapped(), inputs, 3), 3)
+        cut(pipeline_blocks(Wrapped(), inputs, 3), 3)
     assert refused.value.fix[0] == "stages=2"
 
 
@@ -265,8 +266,8 @@ class Residual(nn.Module):
 
 
 def test_layers_of_a_list_stay_whole_and_what_holds_the_list_does_not() -> None:
-    assert units_of(Encoder()) == ["embed", *(f"body.layers.{i}" for i in range(3)), "norm"]
-    assert units_of(Encoder(), {"body.layers.1"})[2:4] == ["body.layers.1.self_attn", "body.layers.1.linear1"]
+    assert names_of_blocks(Encoder()) == ["embed", *(f"body.layers.{i}" for i in range(3)), "norm"]
+    assert names_of_blocks(Encoder(), {"body.layers.1"})[2:4] == ["body.layers.1.self_attn", "body.layers.1.linear1"]
 
 
 class Sleeping(nn.Module):
@@ -321,7 +322,7 @@ def test_gradients_that_go_back_and_the_loss_count_in_what_blocks_cost() -> None
         return output.square().mean()
 
     costs = measure(Chain(model), Inputs((torch.randn(3, 2),), {}), times=1, loss=loss)
-    assert notes == ["second", "third"] * 2, "nobody asks for the gradient of the model's input"
+    assert notes == ["second", "third"] * 2, "no stage computes the gradient of the model's input"
     assert costs[2] >= 0.05
 
 

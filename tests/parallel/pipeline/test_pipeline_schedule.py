@@ -37,7 +37,7 @@ def test_every_stage_does_everything_once_on_its_own_rank(asked: tuple[str, int,
 
 @settings(deadline=None, max_examples=40)
 @given(asked, st.data())
-def test_nothing_starts_before_what_it_needs_whatever_takes_how_long(
+def test_nothing_starts_before_what_it_needs_with_any_durations(
     asked: tuple[str, int, int, int], data: st.DataObject
 ) -> None:
     schedule = make_schedule(*asked)
@@ -103,8 +103,8 @@ TORCH_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BAC
 def test_rows_are_torchs_where_torch_defines_them(name: str, kind: Any, chunks: int, ranks: int, rounds: int) -> None:
     ours = make_schedule(name, ranks, ranks * rounds, chunks)
     # Torch's listing of 1f1b leaves out the last rank's first forward, and has one too many at its end.
-    told = slice(ranks - 1) if name == "1f1b" else slice(ranks)
-    assert [list(row) for row in ours.rows][told] == torch_rows(kind, ranks, ranks * rounds, chunks)[told]
+    compared = slice(ranks - 1) if name == "1f1b" else slice(ranks)
+    assert [list(row) for row in ours.rows][compared] == torch_rows(kind, ranks, ranks * rounds, chunks)[compared]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -137,7 +137,7 @@ def test_a_schedule_prints_as_a_grid_with_its_bubble() -> None:
     ]
 
 
-def test_rows_that_wait_for_each_other_are_told() -> None:
+def test_rows_that_wait_for_each_other_are_reported() -> None:
     good = make_schedule("1f1b", 2, 1)
     bad = msgspec.structs.replace(good, rows=(good.rows[0][::-1], good.rows[1]))
     with pytest.raises(ManyhandsError, match="rank 0 at B0 of stage 0, rank 1 at F0 of stage 1"):

@@ -16,6 +16,9 @@ from manyhands.parallel.pipeline.schedule import make_schedule
 from manyhands.parallel.pipeline.timeline import play
 from manyhands.testing import RankPool
 from tests.parallel.pipeline.pipelines import CASES, Case, count_activations, train_alone, train_pipelined
+from tests.variants import variants
+
+LONG = pytest.mark.long
 
 # The last step has fewer rows, in slices of two sizes; the one before has fewer slices.
 PLAN = ((24, 4), (12, 2), (11, 4))
@@ -49,13 +52,13 @@ def assert_same(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     ("world", "schedule", "options"),
     [
         (2, "gpipe", {}),
-        (2, "1f1b", {}),
+        pytest.param(2, "1f1b", {}, marks=LONG),
         (2, "1f1b", {"recompute": True}),
-        (2, "interleaved", {}),
-        (2, "zero_bubble", {}),
-        (2, "zero_bubble", {"recompute": True}),
-        (4, "1f1b", {}),
-        (4, "zero_bubble", {"chunks": 1}),
+        pytest.param(2, "interleaved", {}, marks=LONG),
+        pytest.param(2, "zero_bubble", {}, marks=LONG),
+        pytest.param(2, "zero_bubble", {"recompute": True}, marks=LONG),
+        pytest.param(4, "1f1b", {}, marks=LONG),
+        pytest.param(4, "zero_bubble", {"chunks": 1}, marks=LONG),
         (4, "zero_bubble", {}),
         (4, "interleaved", {"chunks": 3}),
     ],
@@ -84,7 +87,7 @@ def test_stages_of_one_rank_hand_on_values_of_any_form(name: str, schedule: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unet", pytest.param("gpt2", marks=pytest.mark.long), "towers"])
+@pytest.mark.parametrize("name", variants(["unet", "gpt2", "towers"], "towers"))
 def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     schedule = "1f1b" if name == "towers" else "zero_bubble"
@@ -93,7 +96,7 @@ def test_a_model_of_any_form_trains_as_in_one_process(ranks: RankPool, tmp_path:
     assert bool(found[0]["tied"]) == (name == "gpt2")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", variants(["gpipe", "1f1b", "interleaved", "zero_bubble"], "1f1b", "zero_bubble"))
 def test_activations_are_kept_as_long_as_the_schedule_says(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
     found = ranks(4, count_activations, str(tmp_path / "store"), 4, schedule, 6)
     expected = play(make_schedule(schedule, 4, 6)).most_alive

@@ -64,7 +64,7 @@ def test_one_who_is_known_to_be_slow_has_to_come_half_way_back() -> None:
 
 
 @given(st.lists(costs, min_size=2, max_size=8))
-def test_nobody_is_slower_than_the_others_if_all_are_within_the_limit(speeds: list[float]) -> None:
+def test_no_worker_is_a_straggler_if_all_are_within_the_limit(speeds: list[float]) -> None:
     named = {slow.rank for slow in slow_workers([pace(per_slice_s=one) for one in speeds], 1.25)}
     assert named <= {rank for rank, one in enumerate(speeds) if one > 1.25 * min(speeds)}
     assert len(named) < len(speeds)

@@ -27,20 +27,20 @@ def test_of_three_copies_the_odd_one_is_named_and_healed_from_a_right_one() -> N
 
 
 @pytest.mark.parametrize("own", [(5, 6), (5, 5, 6, 6), (5, 6, 7)])
-def test_where_no_copy_is_that_of_most_nobody_can_tell(own: tuple[int, ...]) -> None:
+def test_without_a_majority_no_copy_can_be_called_right(own: tuple[int, ...]) -> None:
     assert verdict(notes(*own)) == (tuple(range(len(own))), None)
 
 
 def test_a_host_whose_shared_weights_are_odd_is_odd_as_a_whole() -> None:
-    told = [Hashes(1, 10), Hashes(1, 20), Hashes(1, 10), Hashes(1, 21), Hashes(1, 10), Hashes(1, 20)]
-    assert verdict(told, per_host=2) == ((2, 3), 0)
-    assert verdict(told[:4], per_host=2) == ((0, 1, 2, 3), None), "two hosts, two copies"
+    hashes = [Hashes(1, 10), Hashes(1, 20), Hashes(1, 10), Hashes(1, 21), Hashes(1, 10), Hashes(1, 20)]
+    assert verdict(hashes, per_host=2) == ((2, 3), 0)
+    assert verdict(hashes[:4], per_host=2) == ((0, 1, 2, 3), None), "two hosts, two copies"
     assert verdict([Hashes(1, 10), Hashes(1, 20)] * 2, per_host=2).agrees
 
 
 def test_a_rank_whose_own_state_is_odd_is_odd_alone_though_its_host_shares_weights() -> None:
-    told = [Hashes(1, 10), Hashes(2, 20), Hashes(1, 10), Hashes(1, 20)]
-    assert verdict(told, per_host=2) == ((1,), 0)
+    hashes = [Hashes(1, 10), Hashes(2, 20), Hashes(1, 10), Hashes(1, 20)]
+    assert verdict(hashes, per_host=2) == ((1,), 0)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=7))

@@ -26,3 +26,11 @@ def test_nothing_is_taken_from_what_was_marked_before() -> None:
     phases.mark("backward")
     phases.divide("backward", {"forward": 1.0}, rest="reduce")
     assert (phases.seconds["backward"], phases.seconds["reduce"]) == (pytest.approx(before), 0.0)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_that_ranks_load_together_count_as_waiting(together: bool) -> None:
+    phases = Phases()
+    phases.begin(load_s=3.0, loaded_together=together)
+    assert list(phases.times()) == ([0.0] * 5 + [3.0] if together else [3.0] + [0.0] * 5)
+    assert phases.seconds["load"] == 3.0

@@ -30,7 +30,7 @@ def mlp() -> nn.Module:
 
 
 class Gated(nn.Module):
-    """Code of its own between layers, a residual, a layer used twice, frozen parameters, outputs in a dict."""
+    """Custom code between layers, a residual, a layer used twice, frozen parameters, outputs in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def neox() -> nn.Module:
 
 
 def bloom() -> nn.Module:
-    """The same; and a bias of scores, and an activation, in ways of its own."""
+    """The same, with Bloom's code for the bias of scores and for an activation."""
     from transformers import BloomConfig, BloomForCausalLM
 
     sizes = {"hidden_size": 16, "n_head": 4, "n_layer": 1, "vocab_size": WORDS}
@@ -244,7 +244,7 @@ class Found(NamedTuple):
     shares: dict[str, TensorShard]
     answer: Tensor
     """In evaluation."""
-    meetings: Counter[tuple[str, str]]
+    collectives: Counter[tuple[str, str]]
     """How often ranks met in the first step: sums and gathers, by what they were for."""
 
 
@@ -269,12 +269,12 @@ def an_axis(store: str, plane: bool) -> Iterator[Axis]:
 
 @contextmanager
 def counted(axis: Axis) -> Iterator[Counter[tuple[str, str]]]:
-    """Counts the meetings of an axis, by kind and name."""
-    meetings: Counter[tuple[str, str]] = Counter()
+    """Counts the collectives of an axis, by kind and name."""
+    collectives: Counter[tuple[str, str]] = Counter()
 
     def counting(kind: str, call: Callable[..., Pending]) -> Callable[..., Pending]:
         def count(*args: Any) -> Pending:
-            meetings[kind, args[-1]] += 1
+            collectives[kind, args[-1]] += 1
             return call(*args)
 
         return count
@@ -282,7 +282,7 @@ def counted(axis: Axis) -> Iterator[Counter[tuple[str, str]]]:
     kinds = {"sum": "sum_start", "gather": "all_gather_start", "scatter": "reduce_scatter"}
     for kind, name in kinds.items():
         setattr(axis, name, counting(kind, getattr(axis, name)))
-    yield meetings
+    yield collectives
     for name in kinds.values():
         delattr(axis, name)
 
@@ -297,7 +297,7 @@ def train(store: str, name: str, steps: int = 3, plane: bool = False, half: bool
     with an_axis(store, plane) as axis:
         plan = plan_tensor(model, axis.size, case.patterns, sequence=case.sequence)
         shares = split_model_(model, plan, axis)
-        with counted(axis) as meetings:
+        with counted(axis) as collectives:
             losses = [_step(case, model, optimizer, 0, half)]
         losses += [_step(case, model, optimizer, number, half) for number in range(1, steps)]
         gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
@@ -306,7 +306,7 @@ def train(store: str, name: str, steps: int = 3, plane: bool = False, half: bool
             answer = model(_batch(case, 99)[0])
         logits = answer["logits"] if isinstance(answer, Mapping) else answer
         kinds = {layer.name: layer.kind for layer in plan.layers}
-        return Found(losses, kinds, gradients, dict(model.state_dict()), shares, whole_of(logits), meetings)
+        return Found(losses, kinds, gradients, dict(model.state_dict()), shares, whole_of(logits), collectives)
 
 
 def _step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, half: bool) -> float:

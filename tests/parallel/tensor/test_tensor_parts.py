@@ -1,4 +1,4 @@
-"""Tensors in parts do what whole ones do, whoever uses them for whatever."""
+"""Sharded tensors do what whole ones do, in any code that uses them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, CLASSES = 4, 7
 
 
 class Doubled(torch.autograd.Function):
-    """Somebody's own function, which knows plain tensors only."""
+    """A user's function, which knows plain tensors only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def refuse(store: str) -> list[str]:
         with pytest.raises(IndexError) as label:
             functional.cross_entropy(x, torch.full((ROWS,), CLASSES))
         assert torch.equal(copy.deepcopy(x), leaf().detach())
-        told = repr(x) if axis.rank == 0 else ""  # one rank alone: nobody waits for the other
-        return [str(view.value), str(label.value), told]
+        text = repr(x) if axis.rank == 0 else ""  # one rank alone: it waits for no other
+        return [str(view.value), str(label.value), text]
 
 
 def test_what_cannot_be_right_is_refused(ranks: RankPool, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_an_attention_whose_heads_do_not_lie_side_by_side_stays_whole() -> None:
     assert one_key_for_all["transformer.h.0.mlp.dense_h_to_4h"] == "columns"
     strange = phi()
     strange.model.layers[0].self_attn.gate = nn.Parameter(torch.ones(4))
-    assert "model.layers.0.self_attn.q_proj" not in divided(strange), "a parameter that nobody knows"
+    assert "model.layers.0.self_attn.q_proj" not in divided(strange), "a parameter that no rule knows"
 
 
 def test_transposed_convolutions_are_paired_by_channels() -> None:
@@ -117,7 +117,7 @@ def test_layers_that_share_a_parameter_agree_or_stay_whole() -> None:
 
 
 def test_patterns_come_before_rules() -> None:
-    assert kinds(mlp(), {"7.0": "whole"})["7.3"] == "whole", "what it was paired with has no rule of its own"
+    assert kinds(mlp(), {"7.0": "whole"})["7.3"] == "whole", "what it was paired with is whole"
     assert kinds(mlp(), {"*": "whole"}) == dict.fromkeys(kinds(mlp()), "whole")
     assert kinds(mlp(), {"7.0": "columns", "*": "whole"})["7.0"] == "columns", "the first counts"
     nested = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(4, 8)})})

@@ -94,12 +94,12 @@ def rank(number: int, memory: HostMemory, say: int) -> None:
             weights.scale(1.0)
             weights.apply()
     except PeerLost as error:
-        told: dict[str, Any] = {"step": step, "error": str(error), "before": digest(params, optimizer)}
+        found: dict[str, Any] = {"step": step, "error": str(error), "before": digest(params, optimizer)}
         if "new weights" in str(error):
             weights.finish_for(1)
             weights._flip()
-            told["after"] = digest(params, optimizer)
-        os.write(say, json.dumps(told).encode() + b"\n")
+            found["after"] = digest(params, optimizer)
+        os.write(say, json.dumps(found).encode() + b"\n")
         os._exit(0)
     os.write(say, json.dumps({"step": MAX_STEPS, "error": "", "before": digest(params, optimizer)}).encode() + b"\n")
     os._exit(0)
@@ -146,10 +146,10 @@ def round_of(delay_s: float) -> dict[str, Any]:
         os.kill(pids[1], signal.SIGKILL)
         os.waitpid(pids[1], 0)
         memory.lose(1)
-        told: dict[str, Any] = json.loads(said.readline())
+        found: dict[str, Any] = json.loads(said.readline())
     os.waitpid(pids[0], 0)
     memory.close()
-    return told
+    return found
 
 
 def main(rounds: int) -> None:
@@ -158,18 +158,18 @@ def main(rounds: int) -> None:
     right = undisturbed()
     draw, where = random.Random(int(sys.argv[2])), Counter[str]()
     for number in range(rounds):
-        told = round_of(draw.uniform(0.0, 0.06))
-        assert "crash" not in told, told
-        step = told["step"]
-        if not told["error"]:
+        found = round_of(draw.uniform(0.0, 0.06))
+        assert "crash" not in found, found
+        step = found["step"]
+        if not found["error"]:
             where["ended"] += 1
-            assert told["before"] == right[step]
+            assert found["before"] == right[step]
             continue
-        assert "rank 1 was lost" in told["error"], told
-        assert told["before"] == right[step - 1], (number, told)
-        if "after" in told:
-            assert told["after"] == right[step], (number, told)
-        where["in an update" if "after" in told else "before it"] += 1
+        assert "rank 1 was lost" in found["error"], found
+        assert found["before"] == right[step - 1], (number, found)
+        if "after" in found:
+            assert found["after"] == right[step], (number, found)
+        where["in an update" if "after" in found else "before it"] += 1
     print(json.dumps(where))
 
 

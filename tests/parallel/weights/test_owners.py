@@ -17,7 +17,7 @@ def test_tensors_are_dealt_out_by_size_and_always_the_same_way() -> None:
     assert owners([], 2) == []
 
 
-def test_nobody_has_more_than_its_share_and_the_largest_tensor_it_was_given_last() -> None:
+def test_no_rank_has_more_than_its_share_and_the_largest_tensor_it_was_given_last() -> None:
     sizes = [int(size) for size in torch.randint(0, 1000, (200,), generator=torch.Generator().manual_seed(1))]
     for ranks in (1, 2, 3, 7):
         owner = owners(sizes, ranks)

@@ -76,29 +76,29 @@ def test_nothing_is_lost_with_the_servers_host(tmp_path: Path, mirrored: Any, mo
         assert not backup.is_running(), "it has outlived the run"
     (tmp_path / "run.join").unlink()
     with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as again:
-        told = again.wait(200)
+        result = again.wait(200)
         since = steps_of(again)[len(before) :]
     first = since[0]["step"]
     assert first <= len(before), "it had a checkpoint of its end"
     assert since[: len(before) - first + 1] == before[first - 1 :], "it was computed again"
-    assert (told["counter"], told["reached"]) == ([4.0], 64)
+    assert (result["counter"], result["reached"]) == ([4.0], 64)
     if mode == "sync":
-        assert told == mirrored(rows=True, exact=True, epochs=4)
+        assert result == mirrored(rows=True, exact=True, epochs=4)
     assert not (again.directory / "updates").exists()
     assert len(list(tmp_path.glob("fault-*"))) == len(places)
 
 
-def test_without_the_host_that_keeps_them_training_goes_on_and_asks_for_a_checkpoint(tmp_path: Path) -> None:
+def test_without_the_host_that_keeps_the_backups_training_continues_and_asks_for_a_checkpoint(tmp_path: Path) -> None:
     with two_hosts_run(tmp_path, {"mode": "async", **REPLICA, **SLOWLY}, *ONE_AND_TWO) as run:
         until_another_host_has(run, more=3)
         backup, lost_at = backup_of(run), num_steps(run)
         run.second.kill()
         psutil.wait_procs([backup], timeout=60)
         run.until(lambda: run.output().count("kept on this host alone") == 2, "that both servers say so")
-        run.until(lambda: (saved_step(run.directory) or 0) >= lost_at, "a checkpoint that nobody else asked for")
-        (tmp_path / "go on").touch()
-        told = run.wait(200)
-    assert (told["counter"], told["reached"]) == ([4.0], 64)
+        run.until(lambda: (saved_step(run.directory) or 0) >= lost_at, "a checkpoint that only the servers asked for")
+        (tmp_path / "continue").touch()
+        result = run.wait(200)
+    assert (result["counter"], result["reached"]) == ([4.0], 64)
 
 
 def test_a_later_training_may_be_the_first_to_ask_for_it(tmp_path: Path, mirrored: Any) -> None:
@@ -112,10 +112,10 @@ def test_a_later_training_may_be_the_first_to_ask_for_it(tmp_path: Path, mirrore
     assert (home / "updates").exists() and not (run.directory / "updates").exists()
     (tmp_path / "run.join").unlink()
     with two_hosts_run(tmp_path, asked, *ONE_AND_TWO) as again:
-        told = again.wait(200)
+        result = again.wait(200)
         since = steps_of(again)[len(before) :]
     first = since[0]["step"]
     assert since[: len(before) - first + 1] == before[first - 1 :], "it was computed again"
-    assert told.pop("others") == [[1.0]]
-    assert told == mirrored(rows=True, exact=True, epochs=4)
+    assert result.pop("others") == [[1.0]]
+    assert result == mirrored(rows=True, exact=True, epochs=4)
     assert not (home / "updates").exists()

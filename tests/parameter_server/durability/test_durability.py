@@ -27,7 +27,7 @@ SLOWLY = {"slow_s": {"worker 0": 0.03, "worker 1": 0.03}}
 
 
 def lose_host(run: Run, after: int) -> list[dict[str, Any]]:
-    """Kill the agent -9, and with it everybody; what the chief had been told of until then."""
+    """Kill the agent -9, and with it all processes; returns the updates that the chief had received until then."""
     run.until(lambda: (run.folder / "steps.jsonl").exists() and len(steps_of(run)) >= after, f"{after} steps")
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait(60)
@@ -42,13 +42,13 @@ def test_with_a_log_nothing_is_lost_with_the_agent(served: Start, mirrored: Any,
     slowly = {"exact": mode == "sync", **SLOWLY, "waits": {"hold": 18}}
     before = lose_host(served({**asked, **slowly}, *TWO_AND_TWO, folder="run"), after=14)
     again = served({**asked, "exact": mode == "sync"}, *TWO_AND_TWO, folder="run")
-    told = again.wait()
-    assert told["counter"] == [2.0] and told["reached"] == 32
+    result = again.wait()
+    assert result["counter"] == [2.0] and result["reached"] == 32
     since, saved = steps_of(again)[len(before) :], (len(before) - 1) // 10 * 10
-    assert since[0]["step"] in (saved + 1, saved - 9), "it did not go on from the checkpoint"
+    assert since[0]["step"] in (saved + 1, saved - 9), "it did not resume from the checkpoint"
     assert since[: len(before) - since[0]["step"] + 1] == before[since[0]["step"] - 1 :], "it was computed again"
     if mode == "sync":
-        assert told == mirrored(rows=True, exact=True)
+        assert result == mirrored(rows=True, exact=True)
     assert len(list(again.folder.glob("fault-*"))) == len(places)
     assert not (again.directory / "updates").exists(), "a log is left that no checkpoint needs"
 
@@ -60,7 +60,7 @@ def test_with_a_log_nothing_is_lost_with_all_workers_either(served: Start) -> No
     run.until(lambda: (run.folder / "steps.jsonl").exists() and len(steps_of(run)) >= 10, "10 steps")
     for worker in query(run.directory).members:
         os.kill(worker.pid, signal.SIGKILL)
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     assert run.wait()["counter"] == [2.0]
     steps = steps_of(run)
     again = [one["step"] for one in steps].index(1, 1)
@@ -86,12 +86,12 @@ def test_with_one_copy_of_the_states_a_server_takes_the_run_back_to_the_checkpoi
     places = faults(("server 1", 8, "after commit"), ("server 0", 30, "before commit"))
     asked = {"mode": mode, "rows": True, "settings": {"durability": "snapshot"}, "save_every": 20, "faults": places}
     run = served({**asked, "exact": mode == "sync"}, "-n", "1", "--servers", "2")
-    told = run.wait()
-    assert told["counter"] == [2.0] and told["reached"] == 32
+    result = run.wait()
+    assert result["counter"] == [2.0] and result["reached"] == 32
     steps = [one["step"] for one in steps_of(run)]
     assert steps[: steps.index(21)] == list(range(1, 21)), "a server that died between two updates took something along"
     again = len(steps) - 1 - steps[::-1].index(21)
     assert steps[again:] == list(range(21, 33)) and steps[20:again] == list(range(21, 21 + again - 20))
     assert re.search(r"lost in the middle of update 30, .* the checkpoint of step 20: 9 updates", run.output())
     if mode == "sync":
-        assert told == mirrored(rows=True, exact=True)
+        assert result == mirrored(rows=True, exact=True)

@@ -65,15 +65,15 @@ def test_a_lost_host_takes_nothing_along(
     asked: dict[str, Any] = {"clip": clip, "servers": 2, "durability": durability, "logs": tmp_path}
     asked["backups"] = without_backups if durability == "replica" else None
     *_, before = train("sync", OPTIMIZERS[name], die_every=5, answers=answers, **asked)
-    assert before, "nothing was told before the end"
+    assert before, "no update was reported before the end"
     computed.clear()
-    model, optimizer, told = train("sync", OPTIMIZERS[name], again=True, **asked)
-    assert set(computed).isdisjoint(done.step for done in before), "what was told of is computed again"
+    model, optimizer, updates = train("sync", OPTIMIZERS[name], again=True, **asked)
+    assert set(computed).isdisjoint(done.step for done in before), "a reported update is computed again"
     (expected,) = ranks(1, in_one_process, name, clip)
     found = values_of(model, optimizer)
     assert [key for key in expected if not np.array_equal(expected[key], found[key])] == []
-    assert [done.update for done in told] == list(range(1, 15))
-    assert told[: len(before)] == before, "workers are told of another update than they had been"
+    assert [done.update for done in updates] == list(range(1, 15))
+    assert updates[: len(before)] == before, "workers receive another update than before"
 
 
 ASKED: dict[str, Any] = {"clip": None, "durability": "wal"}
@@ -100,7 +100,7 @@ def test_a_run_that_begins_anew_has_no_use_for_a_log(tmp_path: Path, computed: l
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_nobody_hears_of_an_update_before_it_is_on_disk(
+def test_no_worker_receives_an_update_before_it_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     happened: list[str] = []
@@ -116,8 +116,8 @@ def test_nobody_hears_of_an_update_before_it_is_on_disk(
         monkeypatch.setattr(owner, name, noted)
 
     def deliver(self: Direct, outbox: Any) -> Any:
-        told = any(isinstance(message, UpdateApplied) or getattr(message, "done", ()) for _, message in outbox)
-        happened.extend(["told"] * told)
+        reported = any(isinstance(message, UpdateApplied) or getattr(message, "done", ()) for _, message in outbox)
+        happened.extend(["reported"] * reported)
         return original(self, outbox)
 
     original = Direct._deliver
@@ -125,11 +125,11 @@ def test_nobody_hears_of_an_update_before_it_is_on_disk(
     note(WriteAheadLog, "write", "written")
     note(os, "fsync", "on disk")
     train(mode, OPTIMIZERS["SGD"], servers=1, answers=EARLY, logs=tmp_path, **ASKED)
-    assert "told" in happened
-    assert ("written", "told") not in pairwise(happened)
+    assert "reported" in happened
+    assert ("written", "reported") not in pairwise(happened)
 
 
-def test_a_server_that_never_had_a_course_leaves_no_log(tmp_path: Path) -> None:
+def test_a_server_that_never_had_an_interval_leaves_no_log(tmp_path: Path) -> None:
     world = World("sync", OPTIMIZERS["SGD"], None, 1, {"durability": "wal"}, logs=tmp_path / "updates")
     assert (tmp_path / "updates" / "server-0").is_dir()
     world.link.close_servers()

@@ -1,4 +1,4 @@
-"""Leases in any order of events: no row has two writers, and left alone everybody ends with the course."""
+"""Leases in any order of events: no row has two writers, and without further events all workers end the interval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhands.parameter_server.protocol.leases import (
     ServerProgress,
     SyncPoint,
 )
-from tests.parameter_server.protocol.lease_talks import interval
+from tests.parameter_server.protocol.lease_clients import interval
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -33,25 +33,25 @@ class AnyOrder(RuleBasedStateMachine):
         self.rule = Rule(ahead=ahead, backups=backups)
         self.interval = interval(last=9, slices=slices, batch_size=2 * slices, num_rows=7 * slices)
         self.low, self.number = 0, 1
-        self.book = self._new_book(LeaseTableState.before(1))
+        self.table = self._new_table(LeaseTableState.before(1))
         self.holding: dict[int, list[Lease]] = {worker: [] for worker in range(3)}
         self.writing: dict[int, Lease] = {}
         self.met = dict.fromkeys(range(3), 0)
         self.filled: set[Item] = set()
         self.tickets = 0
 
-    def _new_book(self, minutes: LeaseTableState) -> LeaseTable:
-        standings = [ServerProgress(self.low)]
-        return LeaseTable(self.interval, self.rule, standings, num_rows=5, number=self.number, minutes=minutes)
+    def _new_table(self, state: LeaseTableState) -> LeaseTable:
+        progress = [ServerProgress(self.low)]
+        return LeaseTable(self.interval, self.rule, progress, num_rows=5, number=self.number, minutes=state)
 
-    @rule(data=st.data(), wish=st.sampled_from([0, 0, 0, 1]))
-    def ask(self, data: st.DataObject, wish: int) -> None:
+    @rule(data=st.data(), request=st.sampled_from([0, 0, 0, 1]))
+    def ask(self, data: st.DataObject, request: int) -> None:
         worker = data.draw(st.sampled_from(sorted(self.holding)))
         self.tickets += 1
         holding = self.holding[worker] = [held for held in self.holding[worker] if held.step > self.low]
         if worker in self.writing and self.writing[worker] not in holding:
             holding.append(self.writing[worker])
-        answer = self.book.ask(worker, self.number, self.tickets, self.met[worker], wish, tuple(holding))
+        answer = self.table.ask(worker, self.number, self.tickets, self.met[worker], request, tuple(holding))
         if isinstance(answer, LeaseGrant):
             assert answer.held not in holding
             assert answer.version >= answer.held.step - 1 - self.rule.ahead
@@ -65,10 +65,10 @@ class AnyOrder(RuleBasedStateMachine):
             self.met[worker] = answer.step
 
     def look_ahead(self, worker: int) -> None:
-        expected = self.book.soon(worker, self.soon)
+        expected = self.table.soon(worker, self.soon)
         assert len(expected) <= self.soon
         assert all(item.step <= self.interval.last for item in expected)
-        others = [item for other in self.holding if other != worker for item in self.book.soon(other, 0)]
+        others = [item for other in self.holding if other != worker for item in self.table.soon(other, 0)]
         assert not {*expected} & {*others, *(held.item for held in self.writing.values())}
 
     @precondition(lambda self: self.writing)
@@ -76,7 +76,7 @@ class AnyOrder(RuleBasedStateMachine):
     def fill(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from(sorted(self.writing)))
         held = self.writing.pop(worker)
-        self.book.filled(held)
+        self.table.filled(held)
         self.filled.add(held.item)
 
     @rule()
@@ -86,7 +86,7 @@ class AnyOrder(RuleBasedStateMachine):
             (step, place) in self.filled for place in range(self.interval.items(step))
         ):
             self.low = step
-        self.book.stands(
+        self.table.stands(
             0, ServerProgress(self.low, has=frozenset(item for item in self.filled if item.step > self.low))
         )
 
@@ -97,22 +97,22 @@ class AnyOrder(RuleBasedStateMachine):
         del self.holding[worker], self.met[worker]
         newcomer = worker + 10
         self.holding[newcomer], self.met[newcomer] = [], 0
-        self.book.lose(list(self.holding))
+        self.table.lose(list(self.holding))
 
     @rule()
-    def lose_book(self) -> None:
+    def lose_table(self) -> None:
         self.number += 1
-        self.book = self._new_book(self.book.minutes)
-        self.book.lose(list(self.holding))
-        self.book.expect(self.holding)
+        self.table = self._new_table(self.table.minutes)
+        self.table.lose(list(self.holding))
+        self.table.expect(self.holding)
         self.filled = {item for item in self.filled if item.step <= self.low}
 
     @invariant()
     def rows_are_bounded(self) -> None:
-        assert self.book.rows_used <= 5
+        assert self.table.rows_used <= 5
 
     def teardown(self) -> None:
-        """Left alone, everybody ends with the course."""
+        """Without further events, all workers end the interval."""
         for _ in range(400):
             for worker in list(self.holding):
                 self._one_round(worker)
@@ -129,9 +129,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.tickets += 1
         holding = self.holding[worker] = [held for held in self.holding[worker] if held.step > self.low]
         for held in holding:
-            self.book.filled(held)
+            self.table.filled(held)
             self.filled.add(held.item)
-        answer = self.book.ask(worker, self.number, self.tickets, self.met[worker], 0, tuple(holding))
+        answer = self.table.ask(worker, self.number, self.tickets, self.met[worker], 0, tuple(holding))
         if isinstance(answer, LeaseGrant):
             self.writing[worker] = answer.held
             holding.append(answer.held)

@@ -1,4 +1,4 @@
-"""Streams get across whatever happens to their frames."""
+"""Streams arrive whole when frames are lost, repeated or out of order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def memory() -> Iterator[Segment]:
     host.close()
 
 
-# Stretches of one region that do not overlap, in any order: (gap before it, length).
+# Ranges of one region that do not overlap, in any order: (gap before it, length).
 cuts = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 300)), max_size=8)
 
 
@@ -45,7 +45,7 @@ def stream_over(memory: Segment, cut: list[tuple[int, int]], order: random.Rando
 
 
 @given(cuts, st.integers(0, 2**32), st.data())
-def test_a_stream_is_its_stretches_one_after_the_other(memory: Segment, cut, seed, data):
+def test_a_stream_is_its_memory_ranges_one_after_the_other(memory: Segment, cut, seed, data):
     order = random.Random(seed)
     stream, places = stream_over(memory, cut, order)
     assert stream.num_bytes == len(places)
@@ -109,7 +109,7 @@ def test_what_is_asked_for_comes_once_though_questions_and_answers_are_lost_and_
     assert sorted(got) == (list(range(0, num_bytes, FRAME_BYTES)) or [0])
 
 
-def test_an_answer_that_nobody_waits_for_is_not_taken():
+def test_an_answer_that_no_request_waits_for_is_ignored():
     fetching = Fetching()
     assert not fetching.hear(0, 10)
     assert fetching.due() == [0]

@@ -1,4 +1,4 @@
-"""The same training as `training.py`, with the same faults, in a loop of its own.
+"""The same training as `training.py`, with the same faults, in a user loop.
 
 `python own_loop.py '{"mode": "sync", "exact": true, "faults": [...]}'`.
 """
@@ -22,7 +22,7 @@ from tests.parameter_server.runs.training import ASKED, BATCH, ROWS, Counted, ar
 MINE = Path(f"said-{os.getpid()}.jsonl")
 
 
-def tell(line: dict[str, Any]) -> None:
+def report(line: dict[str, Any]) -> None:
     with MINE.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -52,7 +52,7 @@ def await_others(lines: int) -> None:
     """Until some other worker has said so much."""
     deadline = time.monotonic() + 100
     while not any(len(one.read_text().splitlines()) >= lines for one in Path().glob("said-*.jsonl") if one != MINE):
-        assert time.monotonic() < deadline, "nobody goes on without this worker"
+        assert time.monotonic() < deadline, "no other worker trains without this one"
         time.sleep(0.05)
 
 
@@ -62,7 +62,7 @@ def try_together(hands: mh.Hands) -> None:
         try:
             act(torch.zeros(1))
         except UsageError as refused:
-            tell({"refused": name, "named": str(refused).startswith(f"{name} needs all workers")})
+            report({"refused": name, "named": str(refused).startswith(f"{name} needs all workers")})
 
 
 if __name__ == "__main__":
@@ -86,36 +86,36 @@ if __name__ == "__main__":
     settings = {"batch_size": BATCH, "epochs": ASKED.get("epochs", 2), "num_workers": ASKED.get("loaders")}
     for x, y, row, *readers in hands.batches(rows, **settings):
         if readers:
-            tell({"is_me": os.getpid() in readers[0]})
+            report({"is_me": os.getpid() in readers[0]})
         training.STEP = max(training.STEP, hands.steps_done + 1)
         if "waits" in ASKED:
-            training.wait_to_go_on(hands._worker.session, hands.steps_done + 1, **ASKED["waits"])
+            training.wait_to_continue(hands._worker.session, hands.steps_done + 1, **ASKED["waits"])
         value = loss(model, (x, y, row))
         hands.backward(value)
         sgd.zero_grad()
         hands.step()
         torch.rand(3)  # of no concern to slices
         if hands.stepped:
-            tell({"mean": hands.mean(1.0 + hands.rank)})
+            report({"mean": hands.mean(1.0 + hands.rank)})
         if hands.stepped and hands.every(8):
             hands.log(loss=hands.mean(value))
             hands.save()
         if hands.stepped and ASKED.get("together"):
             try_together(hands)
         if hands.stepped and ASKED.get("inside"):
-            tell({"inside": hands.steps_done, "loss": hands.evaluate(data, loss)["loss"]})
+            report({"inside": hands.steps_done, "loss": hands.evaluate(data, loss)["loss"]})
         if hands.rank == 1 and ASKED.get("leaves"):
             break
         if hands.steps_done >= 10 and "lr" in ASKED:
             sgd.param_groups[0]["lr"] = ASKED["lr"]
     if hands.rank == 1 and ASKED.get("leaves"):
-        await_others(lines=5)  # before they meet for a checkpoint
+        await_others(lines=5)  # before they synchronise for a checkpoint
     evaluated = hands.evaluate(data, loss)
     counts = [model.counter.detach()]
     if model.seen is not None:
         with torch.no_grad():
             counts.append(model.seen(ids_of(torch.arange(ROWS))).flatten())
-    told = {
+    result = {
         "reached": hands.steps_done,
         "weights": digest(model),
         "counter": sorted({float(value) for value in torch.cat(counts)}),
@@ -124,4 +124,4 @@ if __name__ == "__main__":
         "workers": [float(rank) for rank in torch.cat(hands.gather(torch.tensor([float(hands.rank)])))],
     }
     if hands.is_chief:
-        print("RESULT " + json.dumps(told))
+        print("RESULT " + json.dumps(result))

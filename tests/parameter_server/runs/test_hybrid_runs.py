@@ -1,4 +1,4 @@
-"""Whole runs with rows on parameter servers and all else on the workers: the bits of mirrored, whoever is killed -9."""
+"""Whole runs with rows on parameter servers and all else on the workers: the bits of mirrored, under kill -9."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = [
 ROWS = {"rows": True, "deep": True, "exact": True}
 
 
-def test_rows_on_servers_have_the_bits_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
+def test_rows_on_servers_have_the_bits_of_mirrored_under_kills(served: Start, mirrored: Any) -> None:
     places = faults(("server 1", 3, "between two parts of a table"), ("worker 0", 6, "before the rows are sent"))
     run = served({"mode": "hybrid", **ROWS, "epochs": 1, "faults": places}, *TWO_AND_TWO)
-    told = run.wait()
-    assert told == mirrored(**ROWS, epochs=1)
-    assert told["counter"] == [1.0]
+    result = run.wait()
+    assert result == mirrored(**ROWS, epochs=1)
+    assert result["counter"] == [1.0]
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
 
@@ -42,18 +42,19 @@ def test_trainings_that_take_turns_on_servers_are_each_what_they_are_alone(serve
     others = [{"mode": "sync"}, {"mode": "hybrid"}]
     asked = {**ROWS, "epochs": 1, "fits": 2}
     run = served({"mode": "hybrid", **asked, "others": others, "faults": places}, *TWO_AND_TWO)
-    told = run.wait()
-    assert told.pop("others") == [[2.0], [2.0]]
-    assert told == mirrored(**asked)
+    result = run.wait()
+    assert result.pop("others") == [[2.0], [2.0]]
+    assert result == mirrored(**asked)
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "place", "same"),
     [
         ("hybrid", "before the rows are sent", True),
-        pytest.param("hybrid", "before the rows are sent", False, marks=pytest.mark.long),
-        pytest.param("sync", "backward", False, marks=pytest.mark.long),
+        ("hybrid", "before the rows are sent", False),
+        ("sync", "backward", False),
     ],
 )
 def test_a_worker_that_joins_one_of_two_trainings_trains_with_its_rows(
@@ -62,9 +63,9 @@ def test_a_worker_that_joins_one_of_two_trainings_trains_with_its_rows(
     asked = {**ROWS, "epochs": 1, "fits": 2, "slow_s": {"worker 0": 0.1, "worker 1": 0.1}}
     others = [{"mode": mode, "same": same}]
     run = served({"mode": mode, **asked, "others": others, "faults": faults(("worker 0", 18, place))}, *TWO_AND_TWO)
-    told = run.wait()
-    assert len(run.generations()) == 3, "nobody joined"
-    assert told == mirrored(**ROWS, epochs=1, fits=2, others=[{"mode": None, "same": same}])
+    result = run.wait()
+    assert len(run.generations()) == 3, "no worker joined"
+    assert result == mirrored(**ROWS, epochs=1, fits=2, others=[{"mode": None, "same": same}])
 
 
 @pytest.mark.long
@@ -72,11 +73,11 @@ def test_a_worker_that_joins_one_of_two_trainings_trains_with_its_rows(
 def test_one_model_goes_from_training_to_training_with_its_rows(served: Start, mirrored: Any, other: str) -> None:
     asked = {**ROWS, "epochs": 1, "fits": 2}
     run = served({"mode": "hybrid", **asked, "others": [{"mode": other, "same": True}]}, "-n", "2", "--servers", "1")
-    told, alike = run.wait(), mirrored(**asked, others=[{"mode": None, "same": True}])
-    assert told["counter"] == [4.0], "a training has lost what another one did"
+    result, alike = run.wait(), mirrored(**asked, others=[{"mode": None, "same": True}])
+    assert result["counter"] == [4.0], "a training has lost what another one did"
     if other == "sync":  # its servers number updates by its own steps, which rows have beside their values
-        del told["weights"], alike["weights"]
-    assert told == alike
+        del result["weights"], alike["weights"]
+    assert result == alike
 
 
 @pytest.mark.long
@@ -98,7 +99,7 @@ def test_deaths_at_every_turn_of_a_step_change_nothing(served: Start, mirrored: 
 
 
 @pytest.mark.long
-def test_a_run_that_was_stopped_goes_on_from_its_checkpoint_with_another_number_of_servers(
+def test_a_run_that_was_stopped_resumes_from_its_checkpoint_with_another_number_of_servers(
     served: Start, mirrored: Any
 ) -> None:
     asked = {"mode": "hybrid", **ROWS}
@@ -120,7 +121,7 @@ def test_rows_go_to_fewer_servers_and_to_more_while_the_run_lasts(served: Start,
     for wanted in (1, 3):
         request_scale(run.directory, None, wanted)
         run.until(lambda wanted=wanted: serving(run) == wanted, f"{wanted} servers with rows")
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     assert run.wait() == mirrored(**ROWS, epochs=4)
 
 
@@ -138,13 +139,13 @@ def test_a_chief_that_dies_half_way_to_other_servers_is_followed_by_one_that_goe
 
 
 def serving(run: Run) -> int:
-    """Servers that are there and have been told of a step; 0: some have not."""
+    """Servers that are there and have received a step; 0: some have not."""
     servers = query(run.directory).servers
     return len(servers) if all(one.step for one in servers) else 0
 
 
 @pytest.mark.long
-def test_a_model_without_embeddings_is_told_that_servers_have_nothing_to_do(served: Start, mirrored: Any) -> None:
+def test_a_model_without_embeddings_is_refused_since_servers_have_nothing_to_do(served: Start, mirrored: Any) -> None:
     run = served({"mode": "hybrid", "exact": True, "epochs": 1}, "-n", "2", "--servers", "1")
     assert run.wait() == mirrored(exact=True, epochs=1)
     assert "the parameter servers have nothing to do" in run.output()

@@ -1,4 +1,4 @@
-"""Workers that come to servers' runs while the others do something together: all go on with the same."""
+"""Workers that join runs with servers during a collective of the others: all end with the same state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_worker_that_comes_while_the_others_evaluate_an_epoch_evaluates_it_too
     asked = {"exact": True, "validate": True}
     run = served({**asked, "mode": "sync", "faults": places}, "-n", "3", "--servers", "1")
     run.until(lambda: "1 joined" in run.output(), "another worker", 120.0)
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     assert run.wait(timeout_s=120.0) == mirrored(**asked)
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
     assert [one["step"] for one in steps_of(run)] == list(range(1, 33)), "a step was taken again"
@@ -45,14 +45,14 @@ def test_a_server_that_was_wanted_and_is_not_any_more_is_not_waited_for(served: 
     run = served({**asked, "mode": "sync", "save_every": 4, "slow_s": slow}, "-n", "2", "--servers", "1")
     run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
     request_scale(run.directory, None, 3)
-    run.until(lambda: any(one.phase == "opening an interval" for one in run.members()), "a course of three servers")
+    run.until(lambda: any(one.phase == "opening an interval" for one in run.members()), "an interval of three servers")
     request_scale(run.directory, None, 1)
     assert run.wait(timeout_s=60.0) == mirrored(**asked)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_worker_that_alone_has_lost_another_at_the_beginning_of_a_course_is_not_waited_for(
+def test_a_worker_that_alone_has_lost_another_at_the_beginning_of_an_interval_is_not_waited_for(
     served: Start, mirrored: Any
 ) -> None:
     places = [{"who": "worker 1", "step": 4, "at": "when all have opened", "loses": 2}]

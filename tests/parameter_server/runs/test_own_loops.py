@@ -1,4 +1,4 @@
-"""Loops of the user's own under parameter servers: no exception in them, whoever is killed, and every gradient once."""
+"""User loops under parameter servers: kills raise no exception in them, and every gradient counts once."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def said(run: Run) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.long
-def test_a_synchronous_loop_gives_the_bits_of_mirrored_whoever_dies(loop: Loop) -> None:
+def test_a_synchronous_loop_gives_the_bits_of_mirrored_when_workers_and_servers_die(loop: Loop) -> None:
     asked = {"exact": True, "clip": 5.0, "schedule": True, "noisy": True, "epochs": 1, "inside": True}
     alone = loop(asked, "-n", "1")
     places = faults(("server 0", 4, "before commit"), ("worker 1", 6, "backward"))
     run = loop({**asked, "mode": "sync", "loaders": 1, "faults": places}, "-n", "2", "--servers", "1")
-    told, expected = run.wait(), alone.wait()
-    assert {**told, "workers": [0.0]} == expected
+    result, expected = run.wait(), alone.wait()
+    assert {**result, "workers": [0.0]} == expected
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
     lines = [one for worker in said(run) for one in worker]
     assert not any(one.get("is_me") for one in lines), "loader processes read every slice"
@@ -73,44 +73,44 @@ def test_every_gradient_of_a_loop_counts_exactly_once(loop: Loop, mode: str) -> 
     )
     asked = {"mode": mode, "rows": True, "slices": 2, "together": True, "lr": 0.005, "faults": places}
     run = loop(asked, *TWO_AND_TWO)
-    told = run.wait()
-    assert (told["counter"], told["reached"]) == ([2.0], 32)
+    result = run.wait()
+    assert (result["counter"], result["reached"]) == ([2.0], 32)
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
     rates = [event.lr for event in read_events(run.directory / "events" / "chief.jsonl") if isinstance(event, StepDone)]
-    assert (rates[0], rates[-1]) == (0.01, 0.005), "servers did not hear of the new rate"
+    assert (rates[0], rates[-1]) == (0.01, 0.005), "servers did not receive the new rate"
     lines = [one for worker in said(run) for one in worker]
     assert {(one["refused"], one["named"]) for one in lines if "refused" in one} == {("gather", True), ("reduce", True)}
     lines = [one for one in lines if "mean" in one]
     assert all(1.0 <= one["mean"] <= 2.0 for one in lines)
-    assert any(1.0 < one["mean"] < 2.0 for one in lines), "nobody has heard of anybody"
+    assert any(1.0 < one["mean"] < 2.0 for one in lines), "no worker has received a mean with another's value"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint_with_others(loop: Loop, mode: str) -> None:
+def test_a_loop_that_was_stopped_resumes_from_its_checkpoint_with_others(loop: Loop, mode: str) -> None:
     asked = {"mode": mode, "slices": 2}
     first = loop({**asked, "waits": {"hold": 8}}, "-n", "1", "--servers", "1", folder="run")
     first.until(lambda: said(first) and len(said(first)[0]) > 5, "five steps")
     os.kill(first.process.pid, signal.SIGTERM)
     assert first.process.wait(100) == 75
     again = loop(asked, *TWO_AND_TWO, folder="run")
-    told = again.wait()
-    assert (told["counter"], told["reached"]) == ([2.0], 32)
+    result = again.wait()
+    assert (result["counter"], result["reached"]) == ([2.0], 32)
     assert "resumed at step" in again.output()
 
 
 @pytest.mark.long
-def test_others_go_on_without_a_worker_that_leaves_its_loop_by_break_and_it_is_told_what_to_do_instead(
+def test_others_continue_without_a_worker_that_leaves_its_loop_by_break_and_its_error_says_what_to_do(
     loop: Loop,
 ) -> None:
     run = loop({"mode": "sync", "leaves": True}, *TWO_AND_TWO)
     assert run.process.wait(100) == 2, run.output()
-    assert "nobody goes on" not in run.output()
+    assert "no other worker trains" not in run.output()
     assert "warning: Rank 1 has left its loop by `break`" in run.output()
     assert re.search(r"evaluate needs all workers.*\n +try: hands.request_stop\(\)", run.output())
 
 
-@pytest.mark.long  # `make test` runs it with the page that it stands on
+@pytest.mark.long  # `make test` runs it with the page that shows it
 def test_the_loop_of_the_docs_ends_on_all_workers_when_one_asks_for_it(tmp_path: Path) -> None:
     [example] = [block for block in blocks("docs/parameter-servers.md") if "mh.join" in block]
     (tmp_path / "loop.py").write_text(example)

@@ -1,4 +1,4 @@
-"""A cluster as TF_CONFIG describes it: every server and every worker on a host of its own, none shares memory."""
+"""A cluster as TF_CONFIG describes it: every server and every worker on another host, none shares memory."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def start(folder: Path, cluster: dict[str, list[str]], job: str, index: int, ask
         )  # fmt: skip
 
 
-def wait_for_steps(told: Path, number: int) -> None:
+def wait_for_steps(steps_file: Path, number: int) -> None:
     deadline = time.monotonic() + 150
-    while not (told.exists() and told.read_text().count("\n") >= number):
+    while not (steps_file.exists() and steps_file.read_text().count("\n") >= number):
         assert time.monotonic() < deadline, f"{number} steps"
         time.sleep(0.02)
 
 
-def told_by(folder: Path, tasks: list[tuple[str, int]], codes: list[int]) -> Any:
-    """What the one that trains as the chief told, where all have ended well."""
+def result_of(folder: Path, tasks: list[tuple[str, int]], codes: list[int]) -> Any:
+    """What the worker that trains as the chief printed, where all have ended well."""
     outputs = [(folder / f"{job}-{index}.txt").read_text() for job, index in tasks]
     assert codes == [0] * len(tasks), "\n".join(outputs)
     [line] = [line for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))
 
 
-def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tmp_path: Path, mirrored: Any) -> None:
+def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_under_kills(tmp_path: Path, mirrored: Any) -> None:
     chief, *others = free_addresses(5)
     cluster = {"chief": [chief], "worker": others[:2], "ps": others[2:]}
     places = faults(
@@ -75,7 +75,7 @@ def test_two_ps_tasks_and_two_workers_end_where_one_process_ends_whoever_dies(tm
         for process in processes:
             process.kill()
             process.wait()
-    assert told_by(tmp_path, tasks, codes) == mirrored(exact=True, rows=True)
+    assert result_of(tmp_path, tasks, codes) == mirrored(exact=True, rows=True)
     assert len(list(tmp_path.glob("fault-*"))) == len(places)
 
 
@@ -85,23 +85,23 @@ def test_with_logs_nothing_is_lost_with_all_agents_at_once(tmp_path: Path, mirro
     cluster = {"chief": [chief], "worker": others[:2], "ps": others[2:]}
     tasks = [(job, index) for job, addresses in cluster.items() for index in range(len(addresses))]
     asked = {"mode": "sync", "exact": True, "rows": True, "save_every": 10, "settings": {"durability": durability}}
-    told, slowly = tmp_path / "steps.jsonl", {"slow_s": {"worker 0": 0.05, "worker 1": 0.05}}
+    steps_file, slowly = tmp_path / "steps.jsonl", {"slow_s": {"worker 0": 0.05, "worker 1": 0.05}}
     processes = [start(tmp_path, cluster, job, index, {**asked, **slowly}) for job, index in tasks]
     try:
-        wait_for_steps(told, 15)
+        wait_for_steps(steps_file, 15)
         for process in processes:
             process.kill()
         for process in processes:
             process.wait(60)
-        before = told.read_text().splitlines()
+        before = steps_file.read_text().splitlines()
         processes = [start(tmp_path, cluster, job, index, asked) for job, index in tasks]
         codes = [process.wait(150) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert told_by(tmp_path, tasks, codes) == mirrored(exact=True, rows=True)
-    since = told.read_text().splitlines()[len(before) :]
+    assert result_of(tmp_path, tasks, codes) == mirrored(exact=True, rows=True)
+    since = steps_file.read_text().splitlines()[len(before) :]
     at = json.loads(since[0])["step"] - 1
     assert at >= 10 and since[: len(before) - at] == before[at:]
 

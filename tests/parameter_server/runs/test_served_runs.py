@@ -33,7 +33,7 @@ def faults(*places: tuple[str, int, str]) -> list[dict[str, Any]]:
     return [{"who": who, "step": step, "at": at} for who, step, at in places]
 
 
-def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies_and_goes_on_with_others_after_a_stop(
+def test_synchronous_training_gives_the_bits_of_mirrored_under_kills_and_resumes_with_others_after_a_stop(
     served: Start, mirrored: Any
 ) -> None:
     places = faults(
@@ -61,7 +61,7 @@ def test_synchronous_training_gives_the_bits_of_mirrored_whoever_dies_and_goes_o
 
 
 @pytest.mark.long
-def test_rows_that_gradients_depend_on_have_the_bits_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
+def test_rows_that_gradients_depend_on_have_the_bits_of_mirrored_under_kills(served: Start, mirrored: Any) -> None:
     places = faults(
         ("worker 1", 4, "half-way through the push"),
         ("server 1", 9, "between tables and weights"),
@@ -87,15 +87,16 @@ def test_every_gradient_counts_exactly_once(served: Start, mode: str) -> None:
     )
     places[-1]["spared"] = True
     run = served({"mode": mode, "rows": True, "epochs": 3, "save_every": 20, "faults": places}, *TWO_AND_TWO)
-    told = run.wait()  # where others want the processors, a spare takes its time
-    assert told["counter"] == [3.0]
-    assert told["reached"] == 48
+    result = run.wait()  # where others want the processors, a spare takes its time
+    assert result["counter"] == [3.0]
+    assert result["reached"] == 48
     assert len(list(run.folder.glob("fault-*"))) == len(places), "not every fault has happened"
     spare = int((run.folder / f"fault-{len(places) - 1}").read_text())
     started = [one for one in read_events(run.directory / "events" / "agent-0.jsonl") if isinstance(one, ServerStarted)]
     assert spare in [one.pid for one in started], "it has not taken over"
 
 
+@pytest.mark.long
 def test_ssp_keeps_its_bound_without_a_slow_worker_that_dies_and_servers_are_there_while_the_run_lasts(
     served: Start,
 ) -> None:
@@ -106,8 +107,8 @@ def test_ssp_keeps_its_bound_without_a_slow_worker_that_dies_and_servers_are_the
     run.until(lambda: all(one.step for one in query(run.directory).servers), "the versions of both")
     servers = query(run.directory).servers
     assert [one.server for one in servers] == [0, 1]
-    tell_their_variables(run)
-    (run.folder / "go on").touch()
+    check_their_variables(run)
+    (run.folder / "continue").touch()
     assert run.wait()["counter"] == [4.0]
     stale = [one["staleness"] for one in steps_of(run)]
     assert 0 < max(stale) <= 2
@@ -115,13 +116,13 @@ def test_ssp_keeps_its_bound_without_a_slow_worker_that_dies_and_servers_are_the
 
 
 @pytest.mark.long
-def test_a_save_is_told_when_it_has_ended_and_not_when_all_meet_again(served: Start) -> None:
+def test_a_save_is_reported_when_it_has_ended_and_not_at_the_next_sync_point(served: Start) -> None:
     asked = {"mode": "sync", "epochs": 1, "save_every": 4, "slow_s": {"worker 0": 0.4, "worker 1": 0.4}}
     run = served(asked, "-n", "2", "--servers", "1")
     run.wait()
-    told = list(read_events(run.directory / "events" / "chief.jsonl"))
-    saved = {one.step: place for place, one in enumerate(told) if isinstance(one, CheckpointSaved)}
-    done = {one.step: place for place, one in enumerate(told) if isinstance(one, StepDone)}
+    events = list(read_events(run.directory / "events" / "chief.jsonl"))
+    saved = {one.step: place for place, one in enumerate(events) if isinstance(one, CheckpointSaved)}
+    done = {one.step: place for place, one in enumerate(events) if isinstance(one, StepDone)}
     assert any(saved[step] < done[step + 4] for step in (4, 8, 12)), (saved, done)
 
 
@@ -132,7 +133,7 @@ def test_ssp_without_staleness_is_synchronous(served: Start, mirrored: Any) -> N
 
 
 @pytest.mark.long
-def test_a_run_that_was_stopped_goes_on_with_more_servers_and_workers(served: Start, mirrored: Any) -> None:
+def test_a_run_that_was_stopped_resumes_with_more_servers_and_workers(served: Start, mirrored: Any) -> None:
     asked = {"exact": True, "clip": 5.0, "validate": True}
     first = served({**asked, "mode": "sync", "waits": {"hold": 8}}, "-n", "1", "--servers", "1", folder="run")
     first.until(lambda: (first.folder / "steps.jsonl").exists() and len(steps_of(first)) > 5, "five steps")
@@ -145,7 +146,7 @@ def test_a_run_that_was_stopped_goes_on_with_more_servers_and_workers(served: St
     assert [one["step"] for one in steps_of(again)] == list(range(1, 33)), "a step was taken again, or left out"
 
 
-def tell_their_variables(run: Run) -> None:
+def check_their_variables(run: Run) -> None:
     words = [str(run.directory), "--variables"]
     listed = {one["name"]: one for one in json.loads(CliRunner().invoke(status, [*words, "--json"]).output)}
     assert next(iter(listed)) == "counter" and len(listed) == 9
@@ -181,20 +182,20 @@ def test_servers_come_and_go_while_workers_train(served: Start, mirrored: Any) -
     run.until(lambda: (run.folder / "steps.jsonl").exists(), "a step")
     scale(3)
     scale(1)
-    (run.folder / "go on").touch()
+    (run.folder / "continue").touch()
     assert run.wait() == mirrored(exact=True, epochs=6)
 
 
 @pytest.mark.long
-def test_validation_by_steps_has_the_rows_of_mirrored_whoever_dies(served: Start, mirrored: Any) -> None:
+def test_validation_by_steps_has_the_rows_of_mirrored_under_kills(served: Start, mirrored: Any) -> None:
     places = faults(
         ("worker 1", 10, "in evaluation"), ("worker 0", 16, "in evaluation"), ("server 0", 21, "after commit")
     )
     asked = {"exact": True, "validate": True, "rows_at": {"validate_every": 5}}
     run = served({**asked, "mode": "sync", "faults": places}, *TWO_AND_TWO)
-    told = run.wait()
-    assert [row["step"] for row in told["history"]] == [5, 10, 15, 20, 25, 30, 32]
-    assert told == mirrored(**asked)
+    result = run.wait()
+    assert [row["step"] for row in result["history"]] == [5, 10, 15, 20, 25, 30, 32]
+    assert result == mirrored(**asked)
 
 
 @pytest.mark.long
@@ -207,11 +208,11 @@ def test_validation_by_steps_has_the_rows_of_mirrored_whoever_dies(served: Start
         ("async", {}, {"validate_every_s": 0.05}, None),
     ],
 )
-def test_asynchronous_workers_meet_to_validate_and_never_cut_a_stretch(
+def test_asynchronous_workers_synchronise_to_validate_and_never_cut_a_local_step_range(
     served: Start, mode: str, settings: dict[str, Any], rows_at: dict[str, Any], steps: list[int] | None
 ) -> None:
     asked = {"mode": mode, "settings": settings, "validate": True, "rows_at": rows_at}
-    told = served(asked, "-n", "2", "--servers", "1").wait()
-    found = [row["step"] for row in told["history"]]
+    result = served(asked, "-n", "2", "--servers", "1").wait()
+    found = [row["step"] for row in result["history"]]
     assert found == steps if steps is not None else (found == sorted(set(found)) and found[-1] == 32 and len(found) > 2)
-    assert all({"loss", "val_loss", "lr"} <= set(row) for row in told["history"])
+    assert all({"loss", "val_loss", "lr"} <= set(row) for row in result["history"])

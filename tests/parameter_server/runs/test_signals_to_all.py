@@ -18,7 +18,7 @@ from manyhands.control.session.run_client import query
 from manyhands.native import why_not
 from tests.elastic.conftest import Run
 from tests.parameter_server.conftest import Start, steps_of
-from tests.parameter_server.runs.test_ps_tasks import free_addresses, start, told_by, wait_for_steps
+from tests.parameter_server.runs.test_ps_tasks import free_addresses, result_of, start, wait_for_steps
 from tests.parameter_server.runs.test_served_runs import TWO_AND_TWO
 
 pytestmark = [
@@ -58,15 +58,13 @@ def test_servers_and_a_spare_one_stay_for_the_checkpoint(served: Start, mirrored
     saved = newest_valid(run.directory / "checkpoints")
     assert saved is not None and saved.step == reached
     again = served(asked, *TWO_AND_TWO, folder="run")
-    told = again.wait()
-    assert told == mirrored(rows=True, exact=True) if mode == "sync" else told["counter"] == [2.0]
+    result = again.wait()
+    assert result == mirrored(rows=True, exact=True) if mode == "sync" else result["counter"] == [2.0]
     assert [one["step"] for one in steps_of(again)] == list(range(1, 33)), "a step was taken again, or left out"
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_servers_on_hosts_of_their_own_and_their_backups_stay_too(
-    tmp_path: Path, mirrored: Any, backwards: bool
-) -> None:
+def test_servers_on_separate_hosts_and_their_backups_stay_too(tmp_path: Path, mirrored: Any, backwards: bool) -> None:
     chief, *others = free_addresses(5)
     cluster = {"chief": [chief], "worker": others[:2], "ps": others[2:]}
     tasks = [(job, index) for job, addresses in cluster.items() for index in range(len(addresses))]
@@ -75,16 +73,16 @@ def test_servers_on_hosts_of_their_own_and_their_backups_stay_too(
     def start_all(asked: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
         return [start(tmp_path, cluster, job, index, asked) for job, index in tasks]
 
-    told = tmp_path / "steps.jsonl"
+    steps_file = tmp_path / "steps.jsonl"
     processes = start_all({**asked, **SLOWLY})
     try:
-        wait_for_steps(told, 12)
+        wait_for_steps(steps_file, 12)
         names = terminate_all((process.pid for process in processes), backwards=backwards)
         assert any("manyhands.control.servers.backup_server" in name for name in names), names
         codes = [process.wait(100) for process in processes]
         outputs = "\n".join((tmp_path / f"{job}-{index}.txt").read_text() for job, index in tasks)
         assert codes == [75] * 5, outputs
-        reached = json.loads(told.read_text().splitlines()[-1])["step"]
+        reached = json.loads(steps_file.read_text().splitlines()[-1])["step"]
         saved = newest_valid(tmp_path / "run" / "checkpoints")
         assert saved is not None and saved.step == reached < 32, outputs
         processes = start_all(asked)
@@ -93,5 +91,5 @@ def test_servers_on_hosts_of_their_own_and_their_backups_stay_too(
         for process in processes:
             process.kill()
             process.wait()
-    assert told_by(tmp_path, tasks, codes) == mirrored(exact=True, rows=True)
-    assert [json.loads(line)["step"] for line in told.read_text().splitlines()] == list(range(1, 33))
+    assert result_of(tmp_path, tasks, codes) == mirrored(exact=True, rows=True)
+    assert [json.loads(line)["step"] for line in steps_file.read_text().splitlines()] == list(range(1, 33))

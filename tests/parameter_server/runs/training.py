@@ -4,10 +4,10 @@
 of the data adds 1 to its own cell of the counter, with a learning rate of 1: after so many epochs every cell is exactly
 that number, or a gradient was lost or counted twice. A fault happens once, in whichever process comes first; with
 "spared", it waits until there is a spare server, and leaves its process number behind; with "late", for the file
-"go on", and with "lives", that is all; with "loses", it is another worker that dies.
+"continue", and with "lives", that is all; with "loses", it is another worker that dies.
 
 With "others", the script has more trainings: each of these (what their strategies are) trains for an epoch before every
-call of `fit` of the one that the rest is about. A model of their own counts their rows, too; with "same", it is the
+call of `fit` of the one that the rest is about. Another model counts their rows, too; with "same", it is the
 same model.
 """
 
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.comm.axis import Axis
+from manyhands.comm.shared_register import Register
 from manyhands.control.servers.spare_server import READY
 from manyhands.control.session.run_client import query
 from manyhands.embedding.row_table import RowTable
 from manyhands.errors import PeerLost
 from manyhands.parameter_server.engine.leased_engine import LeasedEngine
-from manyhands.parameter_server.memory.versioned_memory import Register
 from manyhands.parameter_server.server import server as served_server
 from manyhands.parameter_server.server.remote_worker_service import RemoteWorkerService
 from manyhands.parameter_server.server.shard_optimizer import FusedShardOptimizer
@@ -64,7 +64,7 @@ def once(number: int, fault: dict[str, Any]) -> Callable[[], None]:
         if fault.get("spared"):
             os.write(file, str(ready_spare()).encode())
         if fault.get("late"):
-            await_file("go on")
+            await_file("continue")
         if "loses" in fault:
             os.kill(next(one.pid for one in query("run").members if one.slot == fault["loses"]), signal.SIGKILL)
             raise PeerLost("the others have passed where this worker has lost one of them")
@@ -114,7 +114,7 @@ def after(owner: Any, name: str, act: Callable[[], None]) -> None:
 
 
 def half_way(act: Callable[[], None]) -> None:
-    """In the middle of telling the servers: some have heard of a gradient, others have not."""
+    """In the middle of reporting a push: some servers have received it, others have not."""
     original = ServerConnection.tell
 
     def tell(self: ServerConnection, push: Any) -> None:
@@ -127,7 +127,7 @@ def half_way(act: Callable[[], None]) -> None:
 
 
 def half_way_to_servers(act: Callable[[], None]) -> None:
-    """In the middle of going over to other servers of rows: the first has heard of it, others have not."""
+    """In the middle of switching to other servers of rows: the first has received it, others have not."""
     original = ServerConnection.open
 
     def open_some(self: ServerConnection, message: Any, *rest: Any) -> None:
@@ -199,7 +199,7 @@ def see_step(server: RowServer, sender: bytes, opened: Any, message: Any) -> boo
 
 
 def record_push(engine: LeasedEngine, push: Any) -> bool:
-    """What a stretch adds to all cells of the counter; if it is leased again, the later one counts."""
+    """What a range of local steps adds to all cells of the counter; if it is leased again, the later one counts."""
     row = engine._memory_now()[0].row(engine._reach.row(push.filled.held)).views[0]
     with open("pushes.jsonl", "a") as file:
         file.write(json.dumps({"step": push.filled.held.step, "who": WHO, "added": -float(row.double().sum())}) + "\n")
@@ -240,10 +240,10 @@ def ids_of(row: Tensor) -> Tensor:
     return row * 2**40 - 7
 
 
-def wait_to_go_on(session: Any, step: int, *, hold: int, most_s: float = 300.0) -> None:
+def wait_to_continue(session: Any, step: int, *, hold: int, most_s: float = 300.0) -> None:
     """From step `hold` on, each worker waits with every step: so a test has time, however slow it is itself."""
     deadline = time.monotonic() + most_s
-    while step >= hold and not os.path.exists("go on") and session.stop_requested is None:
+    while step >= hold and not os.path.exists("continue") and session.stop_requested is None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.01)
@@ -254,7 +254,7 @@ class Watch:
         global STEP
         STEP = max(STEP, step)
         if "waits" in ASKED:
-            wait_to_go_on(trainer._run.worker.session, step, **ASKED["waits"])
+            wait_to_continue(trainer._run.worker.session, step, **ASKED["waits"])
 
     def after_step(self, trainer: Any, step: int, stats: Any) -> None:
         if trainer.is_chief:
@@ -331,7 +331,7 @@ if __name__ == "__main__":
     if model.groups is not None:
         for name, value in model.groups.get_extra_state().items():
             digest.update(name.encode() + value.numpy().tobytes())
-    told = {
+    result = {
         "reached": trainer.step,
         "weights": digest.hexdigest(),
         "counter": counted(model),
@@ -341,4 +341,4 @@ if __name__ == "__main__":
         **({"others": [counted(other.model) for other in others]} if others else {}),
     }
     if trainer.is_chief:
-        print("RESULT " + json.dumps(told))
+        print("RESULT " + json.dumps(result))

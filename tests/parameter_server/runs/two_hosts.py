@@ -18,14 +18,14 @@ Prefixes = tuple[Sequence[str], Sequence[str]]
 
 
 class TwoHosts(Run):
-    """What the chief prints, the agent of its own host tells: whoever was chief at the end."""
+    """The agent of the chief's host prints the result, of the worker that was chief at the end."""
 
     def wait(self, timeout_s: float = 200.0) -> dict[str, Any]:
         code = self.process.wait(timeout_s)
         assert code == 0, f"exit code {code}:\n{self.output()[-6000:]}"
         _end(self.second)
-        told = [(self.folder / name).read_text() for name in ("told.txt", "second.txt")]
-        [line] = [line for text in told for line in text.splitlines() if line.startswith("RESULT ")]
+        printed = [(self.folder / name).read_text() for name in ("results.txt", "second.txt")]
+        [line] = [line for text in printed for line in text.splitlines() if line.startswith("RESULT ")]
         found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
         return found
 
@@ -40,7 +40,7 @@ def two_hosts_run(
     address: str = "127.0.0.1",
     prefixes: Prefixes = ((), ()),
 ) -> Iterator[TwoHosts]:
-    """`options` are the first host's; the second has one worker. `prefixes` put each into a network of its own."""
+    """`options` are the first host's; the second has one worker. `prefixes` put each into a separate network."""
     together = ["--hosts-wanted", "2", "--listen", address, "--join-file", str(folder / "run.join")]
     run = TwoHosts(folder, asked, ["--ui", "plain", *together, *options], TRAINING, prefixes[0])
     second = None
@@ -57,7 +57,7 @@ def two_hosts_run(
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """By itself, since the run has ended; else by force."""
+    """It ends since the run has ended; else it is killed."""
     deadline = time.monotonic() + 60
     while agent.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -88,6 +88,18 @@ def train(kind: str = "compiled", fit: dict[str, Any] | None = None, **arguments
     }
 
 
+def trained_and_saved(path: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    keras = import_keras()
+    trainer = make_trainer(keras, "compiled", **arguments)
+    x, y = data()
+    trainer.fit((x, y), epochs=2, batch_size=24)
+    evaluation = trainer.evaluate((x, y), batch_size=17)
+    trainer.save(path)
+    saved = keras.models.load_model(path)
+    variables = [*saved.variables, *saved.optimizer.variables]
+    return {"evaluation": evaluation, "file": {str(i): np.array(one) for i, one in enumerate(variables)}}
+
+
 def make_trainer(keras: Any, kind: str, **arguments: Any) -> mh.Trainer:
     if kind == "compiled":
         return mh.Trainer(model=lambda: sequential(keras), **arguments)
@@ -250,7 +262,7 @@ def regularised_step() -> dict[str, np.ndarray]:
 
 
 def resumed(run_dir: str, stop_at: int | None, **arguments: Any) -> dict[str, Any]:
-    """Train up to `stop_at` and leave without a word, or go on to the end."""
+    """Train up to `stop_at` and leave by an exception, or train to the end."""
     keras = import_keras()
 
     class Leave(Exception):

@@ -116,7 +116,7 @@ def train(run_dir: str, kind: str, stop_at: int | None) -> dict[str, Any]:
 
 @pytest.mark.long  # torch's compiler takes seconds to be imported
 @pytest.mark.parametrize("kinds", [("compiled", "plain"), ("plain", "in part")], ids=" then ".join)
-def test_a_run_goes_on_compiled_or_not(ranks: RankPool, tmp_path: Path, kinds: tuple[str, str]) -> None:
+def test_a_run_resumes_compiled_or_not(ranks: RankPool, tmp_path: Path, kinds: tuple[str, str]) -> None:
     (whole,) = ranks(1, train, str(tmp_path / "whole"), "plain", None, run_dir=tmp_path / "whole")
     first, then = kinds
     ranks(1, train, str(tmp_path / "run"), first, 2, run_dir=tmp_path / "run")

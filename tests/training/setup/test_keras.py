@@ -35,6 +35,16 @@ def test_two_and_three_workers_end_where_one_process_ends(ranks: RankPool, kind:
     assert kind != "compiled" or alone["iterations"] == 8
 
 
+@pytest.mark.parametrize("strategy", [pytest.param("central_storage", marks=pytest.mark.long), "sharded"])
+def test_workers_that_share_or_shard_weights_end_there_too(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    """And the file has whole weights, with the whole state of the optimizer."""
+    (alone,) = ranks(1, workloads.trained_and_saved, str(tmp_path / "alone.keras"), {"slices": 6})
+    found = ranks(2, workloads.trained_and_saved, str(tmp_path / "two.keras"), {"slices": 6, "strategy": strategy})
+    for one in found:
+        assert one["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-6)
+        assert largest_difference(alone["file"], one["file"]) <= 1e-6
+
+
 def test_exact_gives_the_same_bits_for_every_number_of_workers(ranks: RankPool) -> None:
     (alone,) = ranks(1, train, {"slices": 5, "exact": True, "clip_norm": 1.0})
     for world_size in (2, 3):
@@ -71,7 +81,7 @@ def test_a_frozen_body_keeps_its_moving_averages_as_in_a_loop_by_hand(ranks: Ran
             np.testing.assert_allclose(ours, by_hand, rtol=1e-5, atol=1e-6)
 
 
-def test_every_slice_of_every_step_draws_its_own_mask_whoever_runs_it(ranks: RankPool) -> None:
+def test_every_slice_of_every_step_draws_its_own_mask_on_any_worker(ranks: RankPool) -> None:
     (alone,) = ranks(1, workloads.masks, 2, 4)
     assert len({mask.tobytes() for _, mask in alone}) == 8
     spread = [entry for rank in ranks(2, workloads.masks, 2, 4) for entry in rank]

@@ -21,7 +21,7 @@ def summed(model: nn.Module, batch: Any) -> Tensor:
 def warnings_of(strategy: Any, batch_size: int) -> list[str]:
     trainer = mh.Trainer(MODELS["plain"], summed, lambda p: torch.optim.SGD(p, lr=0.001), strategy, slices=2)
     said: list[str] = []
-    trainer._run.worker.tell = lambda event: said.append(getattr(event, "text", ""))  # type: ignore[method-assign]
+    trainer._run.worker.events.emit_own = lambda event: said.append(getattr(event, "text", ""))  # type: ignore[method-assign]
     for _ in range(2):
         trainer.fit(data(), steps=2, batch_size=batch_size)
     return [text for text in said if "It is a sum" in text]
@@ -40,7 +40,7 @@ def test_the_only_worker_with_enough_rows_looks_at_them(ranks: RankPool) -> None
 
 
 @pytest.mark.long
-def test_where_a_forward_pass_takes_all_workers_nobody_looks(ranks: RankPool) -> None:
+def test_a_loss_is_not_checked_where_a_forward_pass_takes_all_workers(ranks: RankPool) -> None:
     assert ranks(2, warnings_of, mh.Sharded("parameters"), 20) == [[], []]
 
 

@@ -170,7 +170,7 @@ def test_a_body_that_is_to_be_trained_in_evaluation_mode_is_warned_of_and_a_froz
 
 
 def first_weights(_: int) -> list[np.ndarray]:
-    torch.rand(int(torch.initial_seed() % 7))  # whatever went before
+    torch.rand(int(torch.initial_seed() % 7))  # as code before it may draw numbers
     hands = mh.join(seed=3, slices=2)
     model = nn.Linear(4, 2)
     hands.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -248,9 +248,7 @@ def tag(name: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_torchs_own_loss_is_that_of_the_whole_batch_whatever_is_masked_in_its_slices(
-    ranks: RankPool, name: str
-) -> None:
+def test_torchs_own_loss_is_that_of_the_whole_batch_with_any_masks_in_its_slices(ranks: RankPool, name: str) -> None:
     found, _ = ranks(2, tag, name)
     torch.manual_seed(1)
     model, (x, y) = Tagger(), tagged()
@@ -336,7 +334,7 @@ def in_double_until(run_dir: str, stop_at: int | None) -> dict[str, bytes]:
     return {name: one.tobytes() for name, one in weights_of(trainer).items()}
 
 
-def test_fp64_goes_on_from_a_checkpoint_on_another_number_of_workers_to_the_same_bits(
+def test_fp64_resumes_from_a_checkpoint_on_another_number_of_workers_to_the_same_bits(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     whole = ranks(2, in_double_until, str(tmp_path / "whole"), None, run_dir=tmp_path / "whole")[0]

@@ -83,7 +83,7 @@ def test_a_gan_is_what_a_loop_in_plain_torch_makes_of_it(ranks: RankPool, worker
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
-def test_a_gan_that_is_stopped_between_two_turns_goes_on_with_the_other(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_gan_that_is_stopped_between_two_turns_resumes_with_the_other(ranks: RankPool, tmp_path: Path) -> None:
     whole = ranks(2, in_turns)[0]
     with pytest.raises(RankFailed, match=Preempted.__name__):
         ranks(2, in_turns, str(tmp_path), 6, run_dir=tmp_path)

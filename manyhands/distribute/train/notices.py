@@ -1,0 +1,53 @@
+"""What the adapters say to the user: each remark once per process, and how names that have no meaning here are refused.
+
+Start reading at `say_once`.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from manyhands.errors import NotHere, SpecError
+
+__all__ = ["forget_notices", "not_here", "refuse_unknown", "say_once"]
+
+_said: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """Warn, unless this process has said the same before."""
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, UserWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """How far up the code is that is not ours: the line to show."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("manyhands."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def forget_notices() -> None:
+    """Say everything again: for tests."""
+    _said.clear()
+
+
+def not_here(name: str, instead: Mapping[str, tuple[str, str]]) -> NotHere:
+    """The error for a name of TensorFlow in `instead`, which has why, and what to write."""
+    why, fix = instead[name]
+    return NotHere(f"{name} has no meaning here: {why}.", fix=[fix])
+
+
+def refuse_unknown(owner: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """`SpecError` for options of a TensorFlow name that nothing here acts on."""
+    for option in options:
+        raise SpecError(
+            f"{owner} has no option {option!r} here.",
+            where=owner,
+            fix=[f"{one}=..." for one in known] or ["no options"],
+        )
