@@ -26,6 +26,8 @@ from manyhands.control.messages.worker_messages import (
     Offer,
     RunFacts,
     StopRequest,
+    StoreReply,
+    StoreRequest,
     ToWorker,
     WorkerHello,
     WorkerReport,
@@ -244,10 +246,24 @@ class Line:
     def __init__(self, folder: Path, host_workers: HostWorkers) -> None:
         self.host_workers, self.context = host_workers, zmq.Context()
         endpoint = f"ipc://{folder}/channel"
+        self.sent: list[object] = []
+        self.takes = 10_000
+        """How many messages to the coordinator the queue takes."""
         self.channel = WorkerChannel(
-            self.context, endpoint, "agent", send=lambda _: True, hello=lambda *_: None, event=print
+            self.context, endpoint, "agent", send=self.relay, hello=lambda *_: None, event=print
         )
         self.port = open_port(self.context, zmq.DEALER, endpoint, ToWorker)
+
+    def relay(self, message: object) -> bool:
+        self.sent += [message] if len(self.sent) < self.takes else []
+        return message in self.sent
+
+    def reply(self) -> StoreReply:
+        while True:
+            assert self.port.socket.poll(60_000)
+            for _, message in self.port.receive(1):
+                if isinstance(message, StoreReply):
+                    return message
 
     def say(self, message: object) -> bool:
         """True when the coordinator should get a report at once."""
@@ -341,3 +357,31 @@ def test_after_a_stop_servers_end_when_no_worker_is_left_and_do_not_wait_for_one
     assert host_workers.servers.asked_to_end
     until(lambda: hands.see_deaths() or host_workers.clear, what="the server's end")
     assert len(hands.started) == 2, "neither worker 2 nor another server was started"
+
+
+def wants(ticket: int, op: str, key: str, value: bytes = b"") -> StoreRequest:
+    return StoreRequest(generation="7.1", incarnation=1, ticket=ticket, op=op, keys=[key], value=value, timeout_s=60.0)
+
+
+def test_a_request_that_the_coordinator_cannot_be_sent_is_answered_at_once(line):
+    """It was dropped, and the worker waited for a minute, to end with an error that named the wrong culprit."""
+    line.takes = 0
+    line.say(wants(5, "get", "k"))
+    reply = line.reply()
+    assert (reply.ticket, reply.ok) == (5, False) and "could not send" in reply.error
+
+
+def test_a_new_coordinator_gets_every_value_even_if_the_queue_is_full_at_first(line):
+    for number in range(3):
+        line.say(wants(number + 1, "set", f"k{number}", b"x" * 400_000))
+        line.channel.answer(StoreReply(ticket=number + 1, ok=True))
+        line.reply()
+    line.say(wants(9, "get", "other"))
+    line.sent, line.takes = [], 2
+    line.channel.resend()
+    assert line.reply().ticket == 9, "the request that waited was not sent: its worker knows"
+    line.takes = 10
+    line.channel.attend(line.host_workers)
+    assert {key for message in line.sent for key in message.values} == {"k0", "k1", "k2"}
+    line.channel.attend(line.host_workers)
+    assert len(line.sent) == 3, "once"

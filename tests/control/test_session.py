@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import zmq
 
-from manyhands.comm.transport import open_port
+from manyhands.comm.transport import MAX_MESSAGE_BYTES, open_port
 from manyhands.control.messages.worker_messages import Announce, FromWorker, Heartbeat, Offer, StoreReply, StoreRequest
 from manyhands.control.session.session import Session
-from manyhands.errors import PeerLost, PeerTimeout
+from manyhands.errors import EnvironmentProblem, PeerLost, PeerTimeout
 from manyhands.spec.worker_identity import Group, WorkerIdentity
 from tests.control.conftest import until
 
@@ -186,3 +186,11 @@ def _refuse(agent: FakeAgent) -> None:
     request = agent.receive(StoreRequest)
     reply = StoreReply(ticket=request.ticket, ok=False, error=f"generation {request.generation} is over")
     agent.port.send(reply, to=agent.peer)
+
+
+def test_a_request_that_is_too_large_to_be_sent_fails_at_once(agents):
+    """It was dropped: its caller waited for a minute and blamed the agent."""
+    session, started = agents().session, time.monotonic()
+    with pytest.raises(EnvironmentProblem, match="could not be sent to the agent: it is larger than"):
+        session.get("k" * MAX_MESSAGE_BYTES, 60.0)
+    assert time.monotonic() - started < 30.0

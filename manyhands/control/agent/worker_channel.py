@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -64,7 +65,7 @@ class WorkerChannel:
         endpoint: str,
         agent: str,
         *,
-        send: Callable[[Any], Any],
+        send: Callable[[Any], bool],
         hello: Callable[[WorkerProcess, WorkerHello], None],
         event: Callable[[Event], None],
         key: bytes | None = None,
@@ -83,6 +84,7 @@ class WorkerChannel:
         self._kept: dict[str, dict[str, bytes]] = {}
         """Values by key, by generation."""
         self._kept_bytes = 0
+        self._replays: deque[Replay] = deque()
 
     def new_generation(self, still_used: Collection[str] = ()) -> None:
         """Drop requests and values of generations for which no worker here sends messages any more."""
@@ -94,6 +96,7 @@ class WorkerChannel:
     def attend(self, host_workers: HostWorkers | None) -> bool:
         """Receive messages. True if a worker's state in the run changed, which the coordinator should know at once."""
         changed = False
+        self._send_replays()
         for peer, message in self.port.receive():
             worker = host_workers.member(message.generation, message.incarnation) if host_workers is not None else None
             if worker is None:
@@ -150,7 +153,12 @@ class WorkerChannel:
             return
         ticket = next(self._tickets)
         self._pending[ticket] = (peer, request)
-        self._send(self._relayed(ticket, request))
+        self._send_on(ticket, request)
+
+    def _send_on(self, ticket: int, request: StoreRequest) -> None:
+        """Relay it to the coordinator; a worker whose request cannot be sent learns of that at once."""
+        if not self._send(self._relayed(ticket, request)):
+            self.answer(StoreReply(ticket=ticket, ok=False, error="the agent could not send it to the coordinator"))
 
     def _relayed(self, ticket: int, request: StoreRequest) -> Relay:
         return Relay(**{**msgspec.structs.asdict(request), "ticket": ticket, "agent": self._agent})
@@ -176,20 +184,27 @@ class WorkerChannel:
 
     def resend(self) -> None:
         """Send a new coordinator the values that were set, in pieces that fit a message, and the pending requests."""
+        self._replays.clear()
         for generation, values in self._kept.items():
             self._replay(generation, values)
-        for ticket, (_, request) in self._pending.items():
-            self._send(self._relayed(ticket, request))
+        self._send_replays()
+        for ticket, (_, request) in list(self._pending.items()):
+            self._send_on(ticket, request)
 
     def _replay(self, generation: str, values: dict[str, bytes]) -> None:
         piece: dict[str, bytes] = {}
         size = 0
         for key, value in values.items():
             if size + len(value) > REPLAY_BYTES:
-                self._send(Replay(agent=self._agent, generation=generation, values=piece))
+                self._replays.append(Replay(agent=self._agent, generation=generation, values=piece))
                 piece, size = {}, 0
             piece[key], size = value, size + len(value) + len(key)
-        self._send(Replay(agent=self._agent, generation=generation, values=piece))
+        self._replays.append(Replay(agent=self._agent, generation=generation, values=piece))
+
+    def _send_replays(self) -> None:
+        """As many as the queue takes; the others later. Without its value a request waits to its timeout."""
+        while self._replays and self._send(self._replays[0]):
+            self._replays.popleft()
 
     # ---- answers ---------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 
 from manyhands.comm.peer_waits import waits_for_peers
-from manyhands.comm.transport import Port, open_port
+from manyhands.comm.transport import MAX_MESSAGE_BYTES, Port, open_port
 from manyhands.errors import EnvironmentProblem, ManyhandsError
 
 __all__ = ["RequestLine"]
@@ -58,13 +58,14 @@ class RequestLine:
         """False once closed, and in a forked child."""
         return not self.is_closing and os.getpid() == self._pid
 
-    def post(self, message: Any, *, at_once: bool = True) -> None:
-        """Queue a message. Without `at_once` the thread is not woken: it sends the message in its next turn."""
+    def post(self, message: Any, *, at_once: bool = True) -> bool:
+        """Queue a message; False if it is dropped. Without `at_once` the thread sends it in its next turn."""
         if not self.is_open or len(self._outbox) >= MAX_QUEUED:
-            return
+            return False
         self._outbox.append(message)
         if at_once:
             self._nudge()
+        return True
 
     def new_ticket(self) -> int:
         """Above 0 and unique."""
@@ -91,7 +92,8 @@ class RequestLine:
         try:
             if (why := hopeless()) is not None:
                 raise why
-            self.post(message)
+            if not self.post(message):
+                raise _unsent(message)
             return future.result(timeout_s)
         except FutureTimeout:
             raise EnvironmentProblem(f"No answer within {timeout_s:g} s from the agent: {what}.") from None
@@ -134,6 +136,17 @@ class RequestLine:
                 self._receive(message)
             self._outbox.extend(self._due(bool(self._outbox)))
             while self._outbox:
-                port.send(self._outbox.popleft())
+                self._send(port, self._outbox.popleft())
         port.close(linger_ms=1000)
         context.term()
+
+    def _send(self, port: Port[Any], message: Any) -> None:
+        """The caller that waits for the answer to a message that cannot be sent would wait in vain."""
+        ticket = getattr(message, "ticket", 0)
+        if not port.send(message) and ticket:
+            self.settle(ticket, _unsent(message))
+
+
+def _unsent(message: Any) -> EnvironmentProblem:
+    why = f"it is larger than {MAX_MESSAGE_BYTES} bytes, or {MAX_QUEUED} messages wait to be sent"
+    return EnvironmentProblem(f"A {type(message).__name__} could not be sent to the agent: {why}.")
