@@ -26,6 +26,7 @@ from manyhands.control.processes.template_process import (
     read_at_exec,
     request_fork,
     set_subreaper,
+    template_environment,
 )
 from manyhands.launcher.launch import worker_environment
 from manyhands.launcher.worker_process import bootstrap, template
@@ -49,7 +50,7 @@ class CommandTemplate:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "tests.forked_commands", str(os.getpid()), str(theirs.fileno()), ROOM],
-                stdin=subprocess.DEVNULL, env={"OPENBLAS_NUM_THREADS": "1", **worker}, cwd=ROOT,
+                stdin=subprocess.DEVNULL, env=template_environment(worker), cwd=ROOT,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         self.is_ready = False
@@ -62,7 +63,7 @@ class CommandTemplate:
             self.channel.settimeout(60)
             self.is_ready = self.channel.recv(1) == b"r"
         request = ForkRequest([*PROGRAM, *words], words, dict(environment), directory, [0, 1, 2])
-        return request_fork(self.channel, request, fds, 30.0)
+        return request_fork(self.channel, request, fds, 30.0).pid
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
@@ -117,6 +118,7 @@ def _serve_workers(channel: socket.socket, agent: int) -> None:
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
     die_with_parent(agent)
+    del sys.path[0]  # a worker gets its own
     for name in [one for one in sys.modules if one.partition(".")[0] == "tests"]:
         del sys.modules[name]  # a worker's script must import only from its search path
     template.serve(channel, agent, bootstrap.main)

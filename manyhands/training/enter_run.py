@@ -20,7 +20,7 @@ from manyhands.launcher.script_exit import watch_ending
 from manyhands.launcher.solo_run import SoloSession
 from manyhands.launcher.worker_process import process_settings
 from manyhands.launcher.worker_process.lazy_compiler import load_compiler_late
-from manyhands.launcher.worker_process.template import variables_set_too_late
+from manyhands.launcher.worker_process.template import modules_from_elsewhere, variables_set_too_late
 from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.launcher_tasks import engine_task
@@ -152,6 +152,11 @@ def _late_variables() -> Iterator[str]:
         yield (
             f"{name} was set by the script, but is read when torch is imported, which was before: it has no effect. "
             f"Set it for mh run, or use --start spawn."
+        )
+    for name in modules_from_elsewhere():
+        yield (
+            f"The script's search path leads to another {name}, but {name} was imported before the script ran. "
+            f"Set PYTHONPATH for mh run, or use --start spawn."
         )
 
 

@@ -142,6 +142,7 @@ class Agent:
         Messages before pipes before deaths: what workers sent before they died explains their death.
         """
         resources, worker_fds = self._resources, self._host_workers.descriptors() if self._host_workers else {}
+        template = resources.template
         ready = _poll(
             [
                 resources.link.port.socket,
@@ -151,12 +152,11 @@ class Agent:
                 *worker_fds,
                 resources.coordinator.pidfd if resources.coordinator else None,
                 resources.torch_store.waiting_fd if resources.torch_store else None,
-                template_fd := resources.template.descriptor if resources.template else None,
+                *(template.descriptors() if template else ()),
             ],
             SWEEP_POLL_S if self._host_workers and self._host_workers.sweeping else POLL_S,
         )
-        is_template_ready = template_fd is not None and template_fd in ready
-        self._changed |= self._channel.attend(self._host_workers) or is_template_ready
+        self._changed |= self._channel.attend(self._host_workers)
         for fd in sorted((fd for fd in worker_fds if fd in ready), key=lambda fd: fd == worker_fds[fd].pidfd):
             self._serve_worker(fd, worker_fds[fd])
         self._take_orders()
@@ -165,6 +165,8 @@ class Agent:
             self._watch.restart_coordinator("died", self._term)
         if resources.torch_store is not None and resources.torch_store.waiting_fd in ready:
             resources.torch_store.serve(self._request.environment)
+        if template is not None:
+            self._changed |= template.attend()
 
     def _serve_worker(self, fd: int, worker: WorkerProcess) -> None:
         assert self._host_workers is not None
@@ -208,9 +210,8 @@ class Agent:
         if (gone := self._shutdown.exit_code(self._host_workers, now)) is not None:
             self._exit_code = gone
         self._watch.look(self._term)
-        for news in (self._resources.check_backup(), self._resources.guard.tend()):
-            if news is not None:
-                self._events.warn(news)
+        for news in self._resources.news():
+            self._events.warn(news)
         self._admission.welcome(self._channel, self._user_requests.stop_kind)
         if self._admission.refusal is not None:
             self._exit_code = self._admission.refusal.exit_code

@@ -177,8 +177,8 @@ class AgentResources:
             return False
         if self.template is None:
             threads = threads_of(self._request.environment, job.threads, sharing(plan, self._request.workers))
-            # The directory marks it, and what is forked from it, as ours: for the guard, should this process be killed.
-            marked = {"MANYHANDS_AGENT_DIRECTORY": str(self.directory)}
+            # The guard recognises this agent's processes by it, should this process be killed.
+            marked = {"MANYHANDS_AGENT": f"ipc://{self.directory}/template"}
             self.template = Template({**self._request.environment, **threads}, marked)
             self._opened.callback(self.template.close)
         return self.template.is_awaited()
@@ -192,6 +192,11 @@ class AgentResources:
     def servers_offered(self, wanted: int | None) -> dict[int, str]:
         """Their endpoints, by number; None: as many servers as the launch asked for."""
         return self.server_ports.endpoints(self.servers_here(wanted or self._request.servers))
+
+    def news(self) -> list[str]:
+        """Warnings about helper processes, which are restarted here."""
+        template = self.template.take_news() if self.template is not None else None
+        return [news for news in (self.check_backup(), self.guard.tend(), template) if news is not None]
 
     def check_backup(self) -> str | None:
         """Run the backup process for other hosts' logs, if wanted and the run directory is known. Returns a warning."""

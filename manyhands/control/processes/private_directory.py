@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
+from manyhands.control.processes import orphan_guard
 from manyhands.errors import EnvironmentProblem
 
 __all__ = ["lock", "private_directory", "remove_abandoned"]
@@ -44,11 +44,14 @@ def lock(directory: Path) -> int:
 
 
 def remove_abandoned(base: str) -> None:
-    """Remove this user's directories in `base` whose lock no process has."""
+    """Remove this user's directories in `base` whose lock no process has, and end the processes of their agents.
+
+    Such an agent was killed together with its guard.
+    """
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False) and _is_abandoned(entry.path):
-                shutil.rmtree(entry.path, ignore_errors=True)
+                orphan_guard.clean_up(set(), entry.path)
 
 
 def _is_abandoned(path: str) -> bool:
