@@ -183,6 +183,11 @@ def _outcome(strike: Strike, events: Sequence[Event], commits: Sequence[StepDone
         case "slow":
             detected, recovered = None, _first(_after(commits, StepDone, started_s))
             outcome.note = _slow_note(strike, events, commits)
+        case "kill-template":
+            detected = _first(one for one in _after(events, Warned, started_s) if "template" in one.text)
+            recovered = None if detected is None else _first(_after(commits, StepDone, detected))
+        case "stop-template":
+            detected, recovered = None, _first(_after(commits, StepDone, started_s))
         case "agent":
             detected = _first(one for one in _after(events, GenerationStarted, started_s) if _is_without(one, strike))
             recovered = _next_commit_after_lost(detected, events, commits)

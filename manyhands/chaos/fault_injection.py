@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.chaos.extra_agents import RETURN_AFTER_S, ExtraAgents, workers_of
-from manyhands.chaos.fault_schedule import ON_SERVERS, ON_WORKERS, Fault
+from manyhands.chaos.fault_schedule import ON_SERVERS, ON_TEMPLATE, ON_WORKERS, Fault
 from manyhands.control.messages.status_messages import MemberStatus, ServerStatus, Status
 from manyhands.control.session.run_client import query
 from manyhands.errors import ManyhandsError
@@ -34,6 +34,8 @@ SIGNALS = {
     "hang": HANG_SIGNAL,
     "kill-server": signal.SIGKILL,
     "stop-server": signal.SIGSTOP,
+    "kill-template": signal.SIGKILL,
+    "stop-template": signal.SIGSTOP,
 }
 SLOW_TURN_S = 0.1
 RETRY_S = 0.05
@@ -65,7 +67,7 @@ class Strike(msgspec.Struct, kw_only=True):
             return f"server {self.slot}"
         if self.fault.kind not in ON_WORKERS:
             workers = "worker" if len(self.others) == 1 else f"{len(self.others)} workers"
-            who = {"disk": "all workers", "agent": f"and its {workers}"}
+            who = {"disk": "all workers", "agent": f"and its {workers}", **dict.fromkeys(ON_TEMPLATE, "template")}
             return who.get(self.fault.kind, self.fault.kind)
         return f"worker {self.slot}{' (chief)' if self.rank == 0 else ''}"
 
@@ -109,7 +111,8 @@ class Striker:
         if not struck and time.monotonic() < give_up_at:
             self._timeline.add(time.monotonic() + RETRY_S, lambda: self.strike(fault, give_up_at=give_up_at))
         elif not struck:
-            target = "server to hit" if fault.kind in ON_SERVERS else "second healthy worker"
+            target = {**dict.fromkeys(ON_SERVERS, "server"), **dict.fromkeys(ON_TEMPLATE, "template")}.get(fault.kind)
+            target = f"{target} to hit" if target else "second healthy worker"
             why = "the run did not answer" if status is None else f"there was no {target}"
             self._note(Strike(fault=fault, time_s=time.time(), skipped=f"{why} for {PATIENCE_S:g} s"))
 
@@ -128,6 +131,8 @@ class Striker:
                 return self._agent(fault, status)
             case "kill-server" | "stop-server":
                 return self._server(fault, status)
+            case "kill-template" | "stop-template":
+                return self._template(fault, status)
         return self._worker(fault, status)
 
     def _worker(self, fault: Fault, status: Status) -> bool:
@@ -173,6 +178,16 @@ class Striker:
         if not _send(status.coordinator_pid, signal.SIGKILL):
             return False
         self._note(Strike(fault=fault, time_s=now, pid=status.coordinator_pid))
+        return True
+
+    def _template(self, fault: Fault, status: Status) -> bool:
+        """The process that workers are forked from. One that is stopped can still be killed, but not stopped again."""
+        pid, now = status.template_pid, time.time()
+        is_struck = fault.kind == "stop-template" and pid in self._doomed
+        if not pid or is_struck or not _send(pid, SIGNALS[fault.kind]):
+            return False
+        self._doomed.add(pid)
+        self._note(Strike(fault=fault, time_s=now, pid=pid))
         return True
 
     def _agent(self, fault: Fault, status: Status) -> bool:

@@ -12,13 +12,26 @@ from typing import Literal, get_args
 
 import msgspec
 
-__all__ = ["KINDS", "ON_ONE_HOST", "ON_SERVERS", "ON_WORKERS", "Fault", "Kind", "schedule"]
+__all__ = ["KINDS", "ON_ONE_HOST", "ON_SERVERS", "ON_TEMPLATE", "ON_WORKERS", "Fault", "Kind", "schedule"]
 
-Kind = Literal["kill", "stop", "hang", "slow", "coordinator", "disk", "agent", "kill-server", "stop-server"]
+Kind = Literal[
+    "kill",
+    "stop",
+    "hang",
+    "slow",
+    "coordinator",
+    "disk",
+    "agent",
+    "kill-server",
+    "stop-server",
+    "kill-template",
+    "stop-template",
+]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ON_WORKERS: tuple[Kind, ...] = ("kill", "stop", "hang", "slow")
 ON_SERVERS: tuple[Kind, ...] = ("kill-server", "stop-server")
+ON_TEMPLATE: tuple[Kind, ...] = ("kill-template", "stop-template")
 ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "agent" and kind not in ON_SERVERS)
 
 LASTS_S = {"slow": 3.0, "disk": 3.0}
@@ -46,7 +59,7 @@ def schedule(
     while at_s < 60.0 * minutes:
         kind = draw.choice(sorted(kinds))
         slot = draw.randrange(servers if kind in ON_SERVERS else workers)
-        victim = None if kind in ("coordinator", "disk") else slot
+        victim = None if kind in ("coordinator", "disk", *ON_TEMPLATE) else slot
         faults.append(Fault(len(faults) + 1, round(at_s, 3), kind, victim, LASTS_S.get(kind, 0.0)))
         at_s += draw.expovariate(1.0 / mtbf_s)
     return tuple(faults)

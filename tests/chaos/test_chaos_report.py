@@ -180,3 +180,13 @@ def test_a_step_committed_twice_or_a_run_that_failed_does_not_pass() -> None:
     assert not report(UNDISTURBED, exit_code=4).passed
     started = RunStarted(run="r", strategy="mirrored", workers=2, slices=2, precision="fp32", threads=1, exact=True)
     assert report([started, *UNDISTURBED]).exact and not report(UNDISTURBED).exact
+
+
+def test_a_killed_template_is_recovered_from_with_a_step_after_it_was_replaced_and_a_stopped_one_at_once() -> None:
+    died = Warned(time_s=105.5, text="the template process, which workers are forked from, died; it was restarted")
+    killed, stopped = strike("kill-template", 103.5), strike("stop-template", 106.5)
+    found = report([*UNDISTURBED, died], killed, stopped)
+    one, other = found.outcomes
+    assert (one.who, one.detected_s, one.recovered_s) == ("template", pytest.approx(2.0), pytest.approx(2.5))
+    assert (other.who, other.detected_s, other.recovered_s) == ("template", None, pytest.approx(0.5))
+    assert report(UNDISTURBED, killed).outcomes[0].is_bad, "no agent has noticed it"

@@ -15,7 +15,7 @@ from manyhands.errors import UsageError
 def test_the_same_arguments_give_the_same_schedule_wherever_it_is_made() -> None:
     faults = schedule(7, mtbf_s=5, minutes=2, workers=4)
     assert faults == schedule(7, mtbf_s=5.0, minutes=2.0, workers=4, kinds=tuple(reversed(ON_ONE_HOST)))
-    assert faults[:2] == (Fault(1, 0.15, "kill", 2), Fault(2, 0.93, "stop", 0))
+    assert faults[:2] == (Fault(1, 1.03, "stop-template"), Fault(2, 2.746, "coordinator"))
 
 
 def test_every_argument_changes_it() -> None:
@@ -47,7 +47,13 @@ def test_a_dry_run_prints_the_schedule_and_runs_nothing(tmp_path, monkeypatch) -
     (tmp_path / "train.py").write_text("raise SystemExit(1)")
     words = ["chaos", "--seed", "7", "--mtbf", "5", "--minutes", "2", "--dry-run"]
     found = CliRunner().invoke(cli, [*words, "--json", "train.py"])
-    assert json.loads(found.output)[1] == {"number": 2, "at_s": 0.93, "kind": "stop", "slot": 0, "lasts_s": 0.0}
+    assert json.loads(found.output)[1] == {
+        "number": 2,
+        "at_s": 2.746,
+        "kind": "coordinator",
+        "slot": None,
+        "lasts_s": 0.0,
+    }
     assert "stop         worker 0" in CliRunner().invoke(cli, [*words, "train.py"]).output
     served = CliRunner().invoke(cli, [*words, "--servers", "2", "--faults", "stop-server", "train.py"]).output
     assert "stop-server  server 0\n" in served and "stop-server  server 1\n" in served

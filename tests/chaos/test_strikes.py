@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -128,3 +129,19 @@ def test_a_serving_server_is_struck_once_and_the_next_one_is_struck_in_place_of_
     assert [(one.who, one.pid, one.step) for one in striker.strikes] == [("server 0", child.pid, 4)]
     until(FaultTimeline(), child, stopped=True)
     assert not striker._at(Fault(2, 0.0, "kill-server", 0), status), "no server is left to strike"
+
+
+@pytest.mark.parametrize("child", [WRITER], indirect=True)
+def test_a_template_is_stopped_once_killed_all_the_same_and_not_there_in_a_run_that_spawns(
+    child: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    striker = Striker(tmp_path, FaultTimeline(), no_agents(tmp_path), lambda struck: None)
+    status = servers(starting=0)
+    assert not striker._at(Fault(1, 0.0, "kill-template"), status), "there is none"
+    status = msgspec.structs.replace(status, template_pid=child.pid)
+    assert striker._at(Fault(2, 0.0, "stop-template"), status)
+    until(FaultTimeline(), child, stopped=True)
+    assert not striker._at(Fault(3, 0.0, "stop-template"), status)
+    assert striker._at(Fault(4, 0.0, "kill-template"), status)
+    assert child.wait(60) == -9
+    assert [(one.who, one.pid) for one in striker.strikes] == [("template", child.pid)] * 2

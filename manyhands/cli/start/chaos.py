@@ -14,11 +14,11 @@ import msgspec
 
 from manyhands import exact_json
 from manyhands.chaos.chaos_report import ChaosReport, FaultOutcome, Weights
-from manyhands.chaos.fault_schedule import KINDS, ON_SERVERS, Fault, Kind, schedule
+from manyhands.chaos.fault_schedule import KINDS, ON_SERVERS, ON_TEMPLATE, Fault, Kind, schedule
 from manyhands.cli.common.setting_options import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.errors import UsageError
-from manyhands.launcher.launch import script_command
-from manyhands.spec.load import resolve
+from manyhands.launcher.launch import forks_workers, script_command
+from manyhands.spec.load import environment, resolve
 from manyhands.trials.tuning_search import words_of
 
 __all__ = ["chaos"]
@@ -79,7 +79,8 @@ def chaos(
     Faults: kill (SIGKILL to a worker), stop (SIGSTOP), hang (a deadlock that holds the interpreter lock), slow (the
     worker is stopped half of the time), coordinator (SIGKILL), disk (no worker can write to files), agent (SIGKILL to
     one that is not the first, and so to its workers; another one starts), kill-server and stop-server (a parameter
-    server, with --servers). By default 4 workers, elastic 1:4; with --agents, -n is per agent.
+    server, with --servers), kill-template and stop-template (the process that workers are forked from). By default 4
+    workers, elastic 1:4; with --agents, -n is per agent.
     The script runs to its end, twice: it should take about as long as faults are injected. Exit code 0 if the run
     recovered from every fault and ended with the weights of the run without faults (asynchronous servers: at the same
     step), else 1.
@@ -91,7 +92,7 @@ def chaos(
     resolved = resolve(flags=settings, config_file=config_file)
     assert resolved.spec.launch.elastic is not None
     workers, servers = resolved.spec.launch.elastic[1], resolved.spec.num_servers
-    chosen = _kinds(kinds, agents, servers)
+    chosen = _kinds(kinds, agents, servers, forks=forks_workers(resolved, environment()))
     faults = schedule(seed, mtbf_s=mtbf_s, minutes=minutes, workers=workers, servers=servers, kinds=chosen)
     if dry_run:
         click.echo(exact_json.encode(faults, indent=2) if as_json else _listed(faults))
@@ -133,10 +134,11 @@ def _completed(settings: dict[str, Any], agents: int) -> dict[str, Any]:
     return {**defaults, **settings}
 
 
-def _kinds(text: str | None, agents: int, servers: int) -> list[Kind]:
+def _kinds(text: str | None, agents: int, servers: int, *, forks: bool) -> list[Kind]:
     if agents > 1 and servers:
         raise UsageError("Faults on parameter servers need a run with one agent.", where="--agents", fix=["--agents 1"])
-    possible = [kind for kind in KINDS if (kind != "agent" or agents > 1) and (kind not in ON_SERVERS or servers)]
+    has = {"agent": agents > 1, **dict.fromkeys(ON_SERVERS, servers > 0), **dict.fromkeys(ON_TEMPLATE, forks)}
+    possible = [kind for kind in KINDS if has.get(kind, True)]
     if text is None:
         return possible
     asked = [word.strip() for word in text.split(",") if word.strip()]
@@ -151,6 +153,12 @@ def _kinds(text: str | None, agents: int, servers: int) -> list[Kind]:
     if not servers and (no_target := [kind for kind in ON_SERVERS if kind in asked]):
         raise UsageError(
             f"{no_target[0]} needs a server, but this run has none.", where="--faults", fix=["--servers 2"]
+        )
+    if not forks and (no_target := [kind for kind in ON_TEMPLATE if kind in asked]):
+        raise UsageError(
+            f"{no_target[0]} needs workers that are forked from a template, but these are spawned.",
+            where="--faults",
+            fix=["--start auto, on a host without accelerators"],
         )
     return [kind for kind in possible if kind in asked]
 

@@ -62,7 +62,7 @@ class StatusReport:
         )
 
     def status(self, host_workers: HostWorkers | None, generation: str) -> Status:
-        coordinator, now = self._resources.coordinator, time.monotonic()
+        coordinator, template, now = self._resources.coordinator, self._resources.template, time.monotonic()
         return Status(
             elastic=self._request.elastic,
             workers_wanted=self._user_requests.workers,
@@ -76,6 +76,7 @@ class StatusReport:
             host=self._host,
             stop=self._user_requests.stop_kind,
             coordinator_pid=coordinator.pid if coordinator else 0,
+            template_pid=(template.pid or 0) if template else 0,
             members=host_workers.statuses(now) if host_workers else [],
             servers=host_workers.servers.statuses(now) if host_workers else [],
             spare=host_workers.servers.spare.status(now) if host_workers else None,

@@ -57,6 +57,8 @@ class Status(Message, frozen=True, kw_only=True):
     host: str
     stop: str | None
     coordinator_pid: int
+    template_pid: int = 0
+    """The process that workers of this host are forked from; 0: there is none."""
     members: list[MemberStatus]
     servers: list[ServerStatus] = []
     spare: ServerStatus | None = None
