@@ -22,6 +22,7 @@ def loss(model, batch):
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     data = torch.randn(64, 4), torch.randn(64, 1)
     trainer = mh.Trainer(
         torch.nn.Linear(4, 1), loss, lambda params: torch.optim.SGD(params, lr=0.1), run_dir="mine",

@@ -27,7 +27,7 @@ OTHERS = {
         *("_compute_loss_has_training_arg", "_flatten_metrics_in_order", "_standardize_batch", "_symbolic_build"),
         "_trainable_variables",
     },
-    "Python": {"_exit", "_replace", "_getframe", "_run_exitfuncs", "_shutdown", "_fields", "_Hash"},
+    "Python": {"_exit", "_replace", "_getframe", "_run_exitfuncs", "_shutdown", "_fields", "_Hash", "_set_native_id"},
 }
 
 
