@@ -144,13 +144,10 @@ def request_fork(channel: socket.socket, request: ForkRequest, files: Sequence[i
     ours.settimeout(within_s)
     try:
         pid = _receive_pid(ours)
-        if pid is not None:
-            ours.sendall(b"g")
     except TimeoutError:
         return ForkAnswer(None, late=ours)
-    except OSError:  # it died after it had sent its pid
-        pid = None
-    ours.close()
+    with ours, contextlib.suppress(OSError):  # it may have died since: the caller finds its exit code
+        ours.sendall(b"g")
     return ForkAnswer(pid)
 
 
