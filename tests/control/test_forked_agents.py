@@ -59,6 +59,7 @@ facts = {
     "argv": sys.argv,
     "cmdline": Path("/proc/self/cmdline").read_text().rstrip(chr(0)).split(chr(0)),
     "environ": {one for one in Path("/proc/self/environ").read_text().split(chr(0)) if one[:16] == "MANYHANDS_AGENT="},
+    "is forked": "MANYHANDS_ROOM=" in Path("/proc/self/environ").read_text(),
     "directory": os.getcwd(),
     "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
     "parent": Path(f"/proc/{os.getppid()}/cmdline").read_text().split(chr(0))[1],
@@ -98,7 +99,7 @@ if os.fork() == 0:
 time.sleep(300)
 """
 # Not the same in any two workers: numbers of files and processes, the run, what is random.
-OF_ONE_WORKER = {"orig_argv", "cmdline", "environ", "environment", "main thread", "random"}
+OF_ONE_WORKER = {"is forked", "orig_argv", "cmdline", "environ", "environment", "main thread", "random"}
 OF_ONE_RUN = {
     "MANYHANDS_AGENT", "MANYHANDS_LIFELINE_FD", "MANYHANDS_MEMORY_FD", "MANYHANDS_GENERATION", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
@@ -125,6 +126,7 @@ def test_a_forked_worker_is_what_a_spawned_one_is_and_leaves_as_little(
         runs.append(launcher(command=command, forks=forks))
     facts = [facts_of(run) for run in runs]
     forked, spawned = facts
+    assert forked["is forked"] and not spawned["is forked"]
     for name in forked.keys() - OF_ONE_WORKER:
         here = [str(tmp_path / how) for how in ("True", "False")]
         assert text(forked[name], *here) == text(spawned[name], *reversed(here)), name
