@@ -280,9 +280,9 @@ def test_the_prefetch_thread_stays_two_steps_ahead(tmp_path):
     step = next(iter(batches))
     next(step.mine())
     deadline = time.monotonic() + 60
-    while len(taken) < 5 and time.monotonic() < deadline:
+    while len(taken) < 6 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert len(taken) == 5  # the one given out, and 2 steps of 2 slices
+    assert len(taken) == 6  # the 2 slices of this step, and 2 steps of 2 slices
     batches.close()
 
 
