@@ -20,7 +20,7 @@ class Turn(Step):
         super().__init__(batch._batches, batch._plan)
         self._batch, self._total = batch, total
         self._fetched = batch._fetched  # the first turn uses them up, later ones fetch again
-        self.load_s = 0.0 if turn else batch.load_s
+        self.load_s = batch.load_s if batch._fetched else 0.0
         self.number, self.turn = number, (turn, turns)
         self.last_of_epoch = self.last_of_epoch and turn == turns - 1
 

@@ -299,8 +299,7 @@ class StepLifecycle:
         if self._worker.strategy.leases:
             # An interval also ends where a save is due by the number of steps, without a request. The chief gets the
             # servers' state without the other workers.
-            save = save or self.saver.is_save_step(self.training.progress.step)
-            self.saver.after_step(save=save)
+            self.saver.after_step(save=save or self.saver.is_save_step(self.training.progress.step))
         elif save and self.training.saves_together:
             self.agreed(lambda: self.saver.after_step(save=True))
         elif save or self.saver.ended:
