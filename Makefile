@@ -59,7 +59,8 @@ test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m long $(LONG)
 
 # In an environment of its own, so that nothing slows `make test` down. Counting lines makes the tests take about twice as
-# long, and a few that compare times or processes fail under it: the report is of all that ran.
+# long, and a few that compare times or processes fail under it: the report is of all that ran. What a process counted that a
+# test kills is lost.
 COVERAGE_VENV := .coverage-venv
 TESTS ?= tests
 coverage:
@@ -67,7 +68,7 @@ coverage:
 	$(COVERAGE_VENV)/bin/pip install --quiet --disable-pip-version-check coverage==7.17.3
 	$(COVERAGE_VENV)/bin/coverage erase
 	-$(COVERAGE_VENV)/bin/coverage run -m pytest --timeout 900 $(TESTS)
-	$(COVERAGE_VENV)/bin/coverage combine --quiet
+	-$(COVERAGE_VENV)/bin/coverage combine --quiet
 	$(COVERAGE_VENV)/bin/coverage report
 
 # Each seed is one run that anyone can play again: python -m tests.simulation --seed N
