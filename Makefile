@@ -10,12 +10,13 @@ INSTALLED_DEMO := $(VENV)/installed-demo
 PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long soak lint lock bench test-gpu wheel changelog clean help
+.PHONY: demo test test-long coverage soak lint lock bench test-gpu wheel changelog changelog-of-a-new-version clean help
 
 help:
 	@echo "make demo   train a small network on handwritten digits in ten modes, and survive a kill"
-	@echo "make test   everything that guards the promises"
+	@echo "make test   everything that guards the promises, about six minutes on two quiet cores"
 	@echo "make test-long  tests that take their time: whole runs full of faults, hosts that come and go, the demo"
+	@echo "make coverage  which lines the tests run, in all processes; TESTS='tests/data tests/comm' for some of them"
 	@echo "make soak   tens of thousands of simulated runs full of faults, elastic and with servers, every layout with every model, and a real run with 300 kills"
 	@echo "make test-gpu  every strategy on one or two CUDA devices, with a report to paste"
 	@echo "make wheel  a source distribution and a wheel for any Linux with glibc, in dist/"
@@ -57,6 +58,19 @@ test: $(INSTALLED) lint
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m long $(LONG)
 
+# In an environment of its own, so that nothing slows `make test` down. Counting lines makes the tests take about twice as
+# long, and a few that compare times or processes fail under it: the report is of all that ran. What a process counted that a
+# test kills is lost.
+COVERAGE_VENV := .coverage-venv
+TESTS ?= tests
+coverage:
+	$(MAKE) VENV=$(COVERAGE_VENV) $(COVERAGE_VENV)/installed
+	$(COVERAGE_VENV)/bin/pip install --quiet --disable-pip-version-check coverage==7.17.3
+	$(COVERAGE_VENV)/bin/coverage erase
+	-$(COVERAGE_VENV)/bin/coverage run -m pytest --timeout 900 $(TESTS)
+	-$(COVERAGE_VENV)/bin/coverage combine --quiet
+	$(COVERAGE_VENV)/bin/coverage report
+
 # Each seed is one run that anyone can play again: python -m tests.simulation --seed N
 SEEDS ?= 50000
 SERVED_SEEDS ?= 100000
@@ -83,9 +97,14 @@ wheel:
 	mv dist/plain/*.tar.gz dist/
 	rm -r dist/plain
 
-# towncrier stages what it writes and removes; it is for you to commit.
+# A version that CHANGELOG.md has as unreleased gets what is in changes/ as well; another one is written by towncrier, which
+# stages what it writes and removes. It is for you to commit.
 changelog:
 	@test -n "$(VERSION)" || { echo "make changelog VERSION=X.Y.Z"; exit 2; }
+	@if grep -qF '## $(VERSION) (unreleased)' CHANGELOG.md; then $(PYTHON) -m tools.fold_changes '$(VERSION)'; \
+	else $(MAKE) changelog-of-a-new-version; fi
+
+changelog-of-a-new-version:
 	$(PYTHON) -m venv .changelog-venv
 	.changelog-venv/bin/pip install --quiet --disable-pip-version-check towncrier==26.9.0
 	.changelog-venv/bin/towncrier build --yes --version '$(VERSION)' $(if $(DATE),--date '$(DATE)')
@@ -103,4 +122,4 @@ bench: $(INSTALLED) $(PEERS_INSTALLED)
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) .bench-venvs .wheel-venv .changelog-venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COVERAGE_VENV) .coverage .coverage.* .bench-venvs .wheel-venv .changelog-venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

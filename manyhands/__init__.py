@@ -17,6 +17,7 @@ Importing them is cheap: modules that need torch are imported on first use.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from manyhands import errors, lazy_names
@@ -134,7 +135,7 @@ if not TYPE_CHECKING:  # for type checkers only the names above exist: a misspel
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
             return importlib.import_module(f"manyhands.{name}")
-        lazy_names.refuse_renamed(_RENAMED, name)
+        lazy_names.refuse_renamed(_RENAMED, name, sys._getframe(1))
         value = lazy_names.find(__name__, _HOME, name)
         globals()[name] = value
         return value

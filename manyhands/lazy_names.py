@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 from manyhands.errors import UsageError
@@ -21,6 +23,13 @@ def find(module: str, homes: Mapping[str, str], name: str) -> Any:
     return getattr(importlib.import_module(f"manyhands.{homes[name]}"), name)
 
 
-def refuse_renamed(renamed: Mapping[str, str], name: str) -> None:
+class Renamed(UsageError, AttributeError):
+    """So that `hasattr` is False, and what looks at all names of a module does not fail."""
+
+
+def refuse_renamed(renamed: Mapping[str, str], name: str, asked_by: FrameType) -> None:
+    """`asked_by` is the frame that looks the name up. `from manyhands import name` would replace an AttributeError by
+    an ImportError that does not say the new name."""
     if name in renamed:
-        raise UsageError(f"mh.{name} is called {renamed[name]} now.", fix=[renamed[name]])
+        imports = dis.opname[asked_by.f_code.co_code[asked_by.f_lasti]] == "IMPORT_FROM"
+        raise (UsageError if imports else Renamed)(f"mh.{name} is called {renamed[name]} now.", fix=[renamed[name]])

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +188,13 @@ def _is_ours(thread: threading.Thread) -> bool:
     return "manyhands" in thread.name
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     spent = time.monotonic() - START
     skipped = [one for one in terminalreporter.stats.get("skipped", []) if OUT_OF_TIME in str(one.longrepr)]
     for file, number in sorted(Counter(one.nodeid.partition("::")[0] for one in skipped).items()):
         terminalreporter.write_line(f"{file}: {number} tests {OUT_OF_TIME}", yellow=True)
     terminalreporter.write_line(f"suite: {spent:.0f} s of a budget of {BUDGET_S:.0f} s")
+    if not config.invocation_params.args:  # as `make test` calls it; `python -m tools.house_figures` shows this
+        tests = {name: len(terminalreporter.stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
+        record = {"date": date.today().isoformat(), "seconds": round(spent), "load": os.getloadavg()[1], **tests}
+        config.cache.set("manyhands/suite", record)

@@ -1,8 +1,10 @@
 """Figures of a code base, this one or another: `python -m tools.house_figures [--words WORD...] [FOLDER]`.
 
 Files per folder, lines per file and function, constructor parameters, class names used twice, words of a private
-vocabulary per 1,000 lines. It reads the sources and runs nothing. For a package of another project, give its folder.
-Of a folder of Markdown pages without Python, such as `docs`, or of one page: the words alone, page by page.
+vocabulary per 1,000 lines; of this one also the walks of docs/architecture.md, and the seconds of the last whole suite
+that ran here. It reads the sources and runs nothing. `--measure` also starts runs, for the seconds of a worker's start
+and of a replacement. For a package of another project, give its folder. Of a folder of Markdown pages without Python,
+such as `docs`, or of one page: the words alone, page by page.
 """
 
 from __future__ import annotations
@@ -17,6 +19,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tools import start_times
+from tools.architecture_links import PAGE, ROOT, counts, files_in, walks
+
+OURS = ROOT / "manyhands"
+SUITE = ROOT / ".pytest_cache" / "v" / "manyhands" / "suite"
+"""Written by tests/conftest.py at the end of a whole suite, which is what `make test` runs."""
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Words that a reader who knows PyTorch has to learn here, counted in docstrings, comments and messages.
@@ -125,13 +134,31 @@ def figures(root: Path, words: Sequence[str] = PRIVATE_WORDS) -> dict[str, Any]:
     }
 
 
+def walk_figures(text: str) -> dict[str, str]:
+    """Files and changes of folder of each walk, by what the page names; and the files that a trace of a step enters."""
+    found = {name.removeprefix("### Walk: "): str(counts(files_in(links))) for name, links in walks(text).items()}
+    for number in re.findall(r"enters (\d+) Python files", text):
+        found["a batch, traced"] = f"{number} Python files"
+    return found
+
+
+def suite_figures(record: Path = SUITE) -> dict[str, Any] | str:
+    return json.loads(record.read_text()) if record.exists() else "no whole suite has run here: make test"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parents[1] / "manyhands")
+    parser.add_argument("folder", nargs="?", type=Path, default=OURS)
     parser.add_argument("--words", nargs="*", default=PRIVATE_WORDS, help="count these words instead")
+    parser.add_argument("--measure", action="store_true", help="start runs, and time workers and replacements")
     asked = parser.parse_args()
     measure = figures if sources(asked.folder) else page_figures
-    print(json.dumps(measure(asked.folder, asked.words), indent=1))
+    found = measure(asked.folder, asked.words)
+    if asked.folder == OURS:
+        found |= {"walks": walk_figures(PAGE.read_text()), "suite": suite_figures()}
+    if asked.measure:
+        found["seconds, medians"] = start_times.measure()
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,8 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._results: list[SaveResult] = []
+        self.ended: list[SaveResult] = []
+        """What the next `poll` returns. Another thread appends to it: only look whether it is empty."""
         self._results_lock = threading.Lock()
         self._buffers: dict[str, Tensor] = {}
         try:
@@ -188,7 +189,8 @@ class CheckpointWriter:
     def poll(self) -> list[SaveResult]:
         """Saves that ended, failed or were skipped since the last call. Never blocks."""
         with self._results_lock:
-            results, self._results = self._results, []
+            results = self.ended.copy()
+            self.ended.clear()
         return results
 
     def wait(self) -> None:
@@ -207,7 +209,7 @@ class CheckpointWriter:
 
     def _report(self, result: SaveResult) -> None:
         with self._results_lock:
-            self._results.append(result)
+            self.ended.append(result)
 
     def _save(self, snapshot: Snapshot, state_json: bytes) -> None:
         needed = len(state_json) + sum(tensor.nbytes for tensor in snapshot.tensors.values())
@@ -223,7 +225,7 @@ class CheckpointWriter:
             snapshot.end_delivery()
         with self._results_lock:
             # Both under the lock: a thread that sees the result may start the next save.
-            self._results.append(result)
+            self.ended.append(result)
             self._idle.set()
 
     def _write(self, snapshot: Snapshot, state_json: bytes) -> SaveResult:

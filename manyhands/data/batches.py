@@ -45,13 +45,13 @@ class FetchedSlice:
 class Step:
     """One global batch: `rows` rows from position `start` of the epoch's order, cut into slices at `bounds`.
 
-    `number` counts the run's steps from 1, `epoch` counts from 0; `load_s` is how many seconds this step has waited for
-    data so far. With `fetched_together` it began with an exchange of rows, which all workers wait for.
+    `number` counts the run's steps from 1, `epoch` counts from 0; `load_s` is how many seconds it took to fetch this
+    worker's slices. With `fetched_together` it began with an exchange of rows, which all workers wait for.
     """
 
     __slots__ = (
         "_batches",
-        "_given",
+        "_fetched",
         "_plan",
         "bounds",
         "epoch",
@@ -65,12 +65,12 @@ class Step:
         "start",
     )
 
-    def __init__(self, batches: Batches, plan: StepPlan, load_s: float) -> None:
-        self._batches, self._plan, self._given = batches, plan, False
+    def __init__(self, batches: Batches, plan: StepPlan) -> None:
+        self._batches, self._plan, self._fetched = batches, plan, dict[int, Any]()
         self.number, self.epoch, self.start, self.rows, self.bounds, self.last_of_epoch = plan
         self.num_slices = len(plan.bounds)
         self.shares, self.fetched_together = batches.division.shares(len(plan.bounds)), batches.fetched_together
-        self.load_s = load_s
+        self.load_s = 0.0
 
     @property
     def indices(self) -> list[int]:
@@ -91,25 +91,25 @@ class Step:
             return Position(seed, self.epoch + 1, 0)
         return Position(seed, self.epoch, self.start + self.rows)
 
+    def fetch(self, since: float) -> None:
+        """Fetch this worker's slices, once and in the order of steps: some were read ahead. It began at `since`."""
+        # Rows that were exchanged are here already: collating them is this worker's own time, not waiting for others.
+        if not self.fetched_together:
+            self._fetched = {v: self._batches.feed.get(self._plan, v) for v in self.indices}
+        self.load_s = time.perf_counter() - since
+
     def mine(self) -> Iterator[FetchedSlice]:
-        """This worker's slices, in slice order; they were fetched ahead. A second call fetches them again."""
-        given, self._given = self._given, True
-        for v in self.indices:
-            yield self._piece(v, again=given)
+        """This worker's slices, in slice order. A second call fetches them again."""
+        return map(self.slice, self.indices)
 
     def slice(self, v: int) -> FetchedSlice:
-        """Any slice of the step, also of other workers; fetched now."""
-        return self._piece(v, again=True)
-
-    def _piece(self, v: int, *, again: bool) -> FetchedSlice:
+        """Any slice of the step, also of other workers; fetched now, unless it is this worker's and not yet used."""
         plan, batches = self._plan, self._batches
-        started = time.perf_counter()
-        batch = batches.feed.again(plan, v) if again else batches.feed.get(plan, v)
+        batch = self._fetched.pop(v) if v in self._fetched else batches.feed.again(plan, v)
         if batches.device is not None:
             batch = to_device(batch, batches.device)
         if batches.floats is not None:
             batch = floats_as(batch, batches.floats)
-        self.load_s += time.perf_counter() - started
         low, high = plan.bounds[v]
         key = slice_key(batches.schedule.position.seed, plan.number, v, "compute")
         return FetchedSlice(v, batch, high - low, key, plan.number)
@@ -173,12 +173,14 @@ class Batches:
         if plan is None:
             self.close()
             raise StopIteration
-        return Step(self, plan, time.perf_counter() - started)
+        step = Step(self, plan)
+        step.fetch(started)
+        return step
 
     def at(self, number: int) -> Step:
         """Any step, out of order; its slices are fetched on request. Only for data with row numbers."""
         assert isinstance(self.feed, RowFeed | HeldFeed)
-        return Step(self, self.feed.plan_at(number), 0.0)
+        return Step(self, self.feed.plan_at(number))
 
     @property
     def how_far(self) -> int:

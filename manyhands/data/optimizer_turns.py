@@ -16,10 +16,11 @@ __all__ = ["Turn", "Turns"]
 class Turn(Step):
     """One optimizer's step on a batch. After every turn but the last, the run's position is still the batch's start."""
 
-    def __init__(self, batch: Step, number: int, turn: int, turns: int, total: int | None, *, is_fetched: bool) -> None:
-        """`is_fetched`: an earlier turn has used the batch's rows, which must be fetched again."""
-        super().__init__(batch._batches, batch._plan, batch.load_s)
-        self._batch, self._total, self._is_fetched = batch, total, is_fetched
+    def __init__(self, batch: Step, number: int, turn: int, turns: int, total: int | None) -> None:
+        super().__init__(batch._batches, batch._plan)
+        self._batch, self._total = batch, total
+        self._fetched = batch._fetched  # the first turn uses them up, later ones fetch again
+        self.load_s = batch.load_s if batch._fetched else 0.0
         self.number, self.turn = number, (turn, turns)
         self.last_of_epoch = self.last_of_epoch and turn == turns - 1
 
@@ -33,8 +34,8 @@ class Turn(Step):
         position = self._batch.after
         return position if turn == turns - 1 else Position(position.seed, self.epoch, self.start)
 
-    def _piece(self, v: int, *, again: bool) -> FetchedSlice:
-        piece = super()._piece(v, again=again or self._is_fetched)
+    def slice(self, v: int) -> FetchedSlice:
+        piece = super().slice(v)
         key = slice_key(self._batches.schedule.position.seed, self.number, v, "compute")
         return FetchedSlice(v, piece.batch, piece.rows, key, self.number)
 
@@ -52,11 +53,10 @@ class Turns:
 
     def __next__(self) -> Turn:
         turn = (self._next - 1) % self._turns
-        is_fetched = self._batch is not None and turn > 0
         if self._batch is None or turn == 0:
             self._batch = next(self._batches)
         number, self._next = self._next, self._next + 1
-        return Turn(self._batch, number, turn, self._turns, self.total_steps, is_fetched=is_fetched)
+        return Turn(self._batch, number, turn, self._turns, self.total_steps)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)

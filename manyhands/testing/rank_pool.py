@@ -22,6 +22,8 @@ __all__ = ["RankFailed", "RankPool"]
 
 # What ranks import, and what starts no thread when it is imported: a process with threads must not be forked.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "manyhands.training.trainer"]
+# A rank that does not end by then, such as one whose collective waits, is killed.
+END_WITHIN_S = 5.0
 
 
 class RankFailed(AssertionError):
@@ -95,6 +97,8 @@ class RankPool:
     def close(self) -> None:
         for process, pipe in self._workers:
             pipe.close()
+            process.terminate()  # under `make coverage` a rank handles it, and saves what it has counted
+            process.join(END_WITHIN_S)
             process.kill()
             process.join()
         self._workers = []

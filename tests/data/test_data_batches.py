@@ -100,6 +100,18 @@ def test_any_slice_can_be_fetched_by_anyone_and_twice():
         assert all(torch.equal(first[v], second[v]) for v in first)
 
 
+def test_slices_are_fetched_when_the_step_is_made_and_again_once_they_are_used():
+    source, fetched = as_source(torch.arange(40)), []
+    take = source.reader.take
+    source.reader.take = lambda rows: fetched.append(len(rows)) or take(rows)
+    step = next(batches_of(source, batch_size=16, slices=4, rank=1, world_size=2))
+    assert fetched == [4, 4] and step.load_s > 0
+    first = {piece.index: piece.batch for piece in step.mine()}
+    assert fetched == [4, 4]
+    assert all(torch.equal(first[v], step.slice(v).batch) for v in first)
+    assert fetched == [4, 4, 4, 4]
+
+
 def test_steps_that_are_passed_over_do_not_shift_the_later_ones():
     whole = pieces_by_slice(torch.arange(40), batch_size=8, slices=2)
     for step in batches_of(torch.arange(40), batch_size=8, slices=2):
@@ -280,9 +292,9 @@ def test_the_prefetch_thread_stays_two_steps_ahead(tmp_path):
     step = next(iter(batches))
     next(step.mine())
     deadline = time.monotonic() + 60
-    while len(taken) < 5 and time.monotonic() < deadline:
+    while len(taken) < 6 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert len(taken) == 5  # the one given out, and 2 steps of 2 slices
+    assert len(taken) == 6  # the 2 slices of this step, and 2 steps of 2 slices
     batches.close()
 
 

@@ -67,6 +67,12 @@ def test_an_old_name_says_the_new_one(name: str) -> None:
     with pytest.raises(mh.errors.UsageError, match=rf"mh\.{name} is called (mh\.[\w.]+) now") as caught:
         getattr(mh, name)
     assert public_name(caught.value.fix[0].removeprefix("mh.")) is not None
+    assert not hasattr(mh, name)
+
+
+def test_importing_an_old_name_says_the_new_one_too() -> None:
+    with pytest.raises(mh.errors.UsageError, match=r"called mh\.TensorParallel now"):
+        from manyhands import Tensor  # type: ignore[attr-defined] # noqa: F401
 
 
 def test_every_class_with_calls_of_its_own_has_them_in_the_reference() -> None:

@@ -66,10 +66,10 @@ def test_the_figures_below_a_walk_are_those_of_its_links(heading: str) -> None:
     assert f"\n{found}.\n" in section(text, heading) or f"\n{in_chinese(found)}\n" in section(text, heading)
 
 
-def test_the_walk_of_a_batch_has_few_files() -> None:
+def test_the_walk_of_a_batch_has_few_files_and_changes_of_folder() -> None:
     named = counts(files_in(walks(TEXT)[BATCH]))
     assert named.files <= 25
-    assert named.packages <= 15
+    assert named.folders <= 15
 
 
 def test_every_package_is_in_the_picture() -> None:

@@ -32,7 +32,7 @@ from manyhands.events import (
     Warned,
     WorkerLost,
 )
-from manyhands.observe import progress_display
+from manyhands.observe import display_queue
 from manyhands.observe.event_text import Tally, clean, details_of, duration, line_of, size, waiting_line
 from manyhands.observe.output_spool import Spool
 from manyhands.observe.progress_display import make_display
@@ -357,7 +357,7 @@ class Stuck(io.StringIO):
 
 @pytest.mark.parametrize("ui", ["plain", "live"])
 def test_a_stuck_terminal_holds_up_neither_steps_nor_the_end(ui, monkeypatch):
-    monkeypatch.setattr(progress_display, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(display_queue, "CLOSE_TIMEOUT_S", 0.2)
     stuck = Stuck()
     display = make_display(ui, stdout=io.StringIO(), stderr=stuck)
     for number in range(30_000):
@@ -375,8 +375,8 @@ def test_a_process_whose_terminal_is_never_read_still_ends_well(ui, tmp_path):
     script.write_text(
         PREAMBLE
         + textwrap.dedent("""
-        from manyhands.observe import progress_display
-        progress_display.CLOSE_TIMEOUT_S = 0.3
+        from manyhands.observe import display_queue
+        display_queue.CLOSE_TIMEOUT_S = 0.3
         display = make_display(sys.argv[2], stdout=sys.stdout, stderr=sys.stderr, interval_s=0.0)
         slowest = 0.0
         for n in range(1, 400):
@@ -400,7 +400,7 @@ def test_a_process_whose_terminal_is_never_read_still_ends_well(ui, tmp_path):
 
 
 def test_a_reader_that_pauses_loses_no_byte(monkeypatch):
-    monkeypatch.setattr(progress_display, "MAX_OUTPUT_WAITING_BYTES", 1000)
+    monkeypatch.setattr(display_queue, "MAX_OUTPUT_WAITING_BYTES", 1000)
     stuck, stderr = Stuck(), io.StringIO()
     display = make_display("plain", stdout=stuck, stderr=stderr)
     wrote = "".join(f"{number:09d}\n" for number in range(3000))
@@ -414,7 +414,7 @@ def test_a_reader_that_pauses_loses_no_byte(monkeypatch):
 
 
 def test_output_that_neither_memory_nor_disk_takes_is_skipped_and_said(monkeypatch):
-    monkeypatch.setattr(progress_display, "MAX_OUTPUT_WAITING_BYTES", 1000)
+    monkeypatch.setattr(display_queue, "MAX_OUTPUT_WAITING_BYTES", 1000)
     stuck, stderr = Stuck(), io.StringIO()
     display = make_display("plain", stdout=stuck, stderr=stderr)
     display._spool = Spool(max_bytes=500)
@@ -434,7 +434,7 @@ def failure_block():
 
 
 def test_a_failure_behind_output_that_waits_is_shown(monkeypatch):
-    monkeypatch.setattr(progress_display, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(display_queue, "CLOSE_TIMEOUT_S", 0.05)
     stuck = Stuck()
     display = make_display("plain", stdout=stuck, stderr=stuck)
     display.output(0, "stdout", b"some output\n")

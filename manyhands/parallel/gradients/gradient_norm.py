@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["blocks_of", "clip_factor", "global_norm", "norm_of", "squares_of"]
+__all__ = ["clip_factor", "global_norm", "norm_blocks", "norm_of", "squares_of"]
 
 BLOCK = 2**16
 
 
 def global_norm(grads: Iterable[Tensor]) -> float:
-    return norm_of(squares_of(list(blocks_of(grads))))
+    return norm_of(squares_of(list(norm_blocks(grads))))
 
 
-def blocks_of(grads: Iterable[Tensor]) -> Iterator[Tensor]:
+def norm_blocks(grads: Iterable[Tensor]) -> Iterator[Tensor]:
     for grad in grads:
         yield from torch.split(grad.detach().reshape(-1), BLOCK)
 

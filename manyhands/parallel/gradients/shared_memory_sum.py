@@ -25,7 +25,7 @@ from manyhands.comm.peer_waits import Waiting
 from manyhands.comm.shared_memory import DTYPES, Plane
 from manyhands.errors import TrainingFailed
 from manyhands.parallel.gradients.gradient_lists import Gradients, add_lists, take
-from manyhands.parallel.gradients.gradient_norm import blocks_of, norm_of, squares_of
+from manyhands.parallel.gradients.gradient_norm import norm_blocks, norm_of, squares_of
 from manyhands.parallel.gradients.hierarchical_sum import HierarchicalSum, HostAxis
 from manyhands.parallel.gradients.interface import Residuals, Sum
 from manyhands.parallel.gradients.slice_tree import ONE, Node, Stack, nodes_of, program
@@ -405,7 +405,7 @@ class SharedMemorySum(Sum):
 
     def norm(self, total: Sequence[Tensor], factor: float) -> float:
         """The norm of the sums times a factor; ranks divide the work."""
-        blocks = list(blocks_of(total[index] for index in self.present))
+        blocks = list(norm_blocks(total[index] for index in self.present))
         rank, world = self._plane.rank, self._plane.world
         mine = blocks[len(blocks) * rank // world : len(blocks) * (rank + 1) // world]
         squares = torch.zeros(-(-len(blocks) // world), dtype=torch.float64)

@@ -18,7 +18,7 @@ from torch.optim import Adafactor, Muon, Optimizer
 
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
-from manyhands.parallel.gradients.gradient_norm import blocks_of, norm_of, squares_of
+from manyhands.parallel.gradients.gradient_norm import norm_blocks, norm_of, squares_of
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
 from manyhands.parallel.model.tensor_shard import TensorShard
 from manyhands.parallel.replicas.step_exchange import SliceReport, StepReplies
@@ -154,7 +154,7 @@ class ModelParallelReplica:
         With `parts`, each rank along that axis has a part of each gradient.
         """
         grads = [param.grad for param in params if param.grad is not None and id(param) in self.divided.counted]
-        squares = squares_of(list(blocks_of(grads))).sum()
+        squares = squares_of(list(norm_blocks(grads))).sum()
         for axis in [self.mates] if parts is None else [self.mates, parts]:
             squares = axis.all_gather(squares, "norm of the gradient").view(-1)
         return norm_of(squares)

@@ -13,7 +13,7 @@ from torch.optim import ASGD, Adadelta, Adamax, NAdam, Optimizer, RAdam, Rprop
 from manyhands.comm.axis import Axis
 from manyhands.errors import SpecError
 from manyhands.optim.ftrl import FTRL
-from manyhands.parallel.gradients.gradient_norm import blocks_of, norm_of, squares_of
+from manyhands.parallel.gradients.gradient_norm import norm_blocks, norm_of, squares_of
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
 from manyhands.parallel.model.step_buffers import MAX_SHADOW_NUMEL
 from manyhands.parallel.model.tensor_shard import TensorShard
@@ -76,5 +76,5 @@ class ShardedUpdate(LocalUpdate):
 
     def norm(self) -> float:
         """The norm over all ranks, the same on each."""
-        mine = squares_of(list(blocks_of(self._grads()))).sum().cpu()
+        mine = squares_of(list(norm_blocks(self._grads()))).sum().cpu()
         return norm_of(self._axis.all_gather(mine, "norm of gradients"))

@@ -302,7 +302,7 @@ class StepLifecycle:
             self.saver.after_step(save=save or self.saver.is_save_step(self.training.progress.step))
         elif save and self.training.saves_together:
             self.agreed(lambda: self.saver.after_step(save=True))
-        else:
+        elif save or self.saver.ended:
             self.saver.after_step(save=save)
 
     def _leave(self) -> NoReturn:

@@ -10,6 +10,7 @@ written, and training waits for that: no worker has memory for all of them.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -75,6 +76,8 @@ class Saver:
     def __init__(self, worker: Worker, training: TrainingState, settings: Checkpoints | CheckpointSection) -> None:
         self._worker, self._training, self._settings = worker, training, settings
         self._writer: CheckpointWriter | None = None
+        self.ended: Sequence[SaveResult] = ()
+        """Saves that `report_ended` has not reported yet; on the chief."""
         self._checks = worker.resolved.spec.train.check_every > 0
         self._is_requested = False
         self.committed: list[tuple[int, str]] = []
@@ -90,6 +93,7 @@ class Saver:
             self._writer = CheckpointWriter(
                 root, worker.run_dir.name, settings.keep_last, settings.keep_best, _generation(root, worker)
             )
+            self.ended = self._writer.ended
 
     def is_due(self, step: int) -> bool:
         """Whether this worker requests a save after `step`, for the exchange of that step. True on the chief only."""

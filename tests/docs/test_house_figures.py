@@ -1,10 +1,12 @@
-"""`python -m tools.house_figures` counts private words in the prose of Markdown pages, not in their code blocks."""
+"""`python -m tools.house_figures`: private words in prose but not in code blocks, the walks, the last suite."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from tools.house_figures import page_figures
+from tools.architecture_links import PAGE as ARCHITECTURE
+from tools.house_figures import page_figures, suite_figures, walk_figures
 
 PAGE = """\
 # One
@@ -30,3 +32,13 @@ def test_words_in_prose_count_and_those_in_code_blocks_do_not(tmp_path: Path) ->
     assert found["private words"] == {"goes on": 1, "whatever": 1, "tells": 1}
     assert list(found["private words per page"]) == [str(tmp_path / "pages" / "page.md")]
     assert page_figures(tmp_path / "plain.md")["private words"] == {}
+
+
+def test_the_figures_have_the_walks_and_the_last_suite(tmp_path: Path) -> None:
+    walks = walk_figures(ARCHITECTURE.read_text())
+    assert list(walks) == ["a batch", "a launch", "a lost worker", "an asynchronous push", "a batch, traced"]
+    assert re.fullmatch(r"\d+ files, \d+ changes of folder, \d+ of package", walks["a batch"])
+    record = tmp_path / "suite"
+    assert "make test" in suite_figures(record)
+    record.write_text('{"seconds": 300}')
+    assert suite_figures(record) == {"seconds": 300}
