@@ -6,7 +6,7 @@ take without it: for that, `mh profile` runs trials. Start reading at `read_run_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from manyhands.observe.event_text import size, slow_line
 from manyhands.observe.recorder import read_events
 from manyhands.observe.run_status import look_at
 
-__all__ = ["CAUSES", "RecordedTimes", "WorkerUse", "read_run_times", "times_of"]
+__all__ = ["CAUSES", "RecordedTimes", "WorkerUse", "read_run_times", "slice_line", "times_of"]
 
 CAUSES = {
     "data": ("load",),
@@ -80,8 +80,7 @@ class RecordedTimes(msgspec.Struct, frozen=True, kw_only=True):
         if not self.each:
             times = (f"{1000 * self.phases.get(name, 0.0):.1f} ms".ljust(11) for name in names)
             yield "  ".join(["chief ", *times])
-        for one in self.each:
-            yield from _of_a_slice(one)
+        yield from filter(None, (slice_line(one.rank, one.slices_per_step, one.phases) for one in self.each))
         yield from self.slow
         yield "reduce has the wait for slower workers in it; what a step would take without a cost, trials show:"
         yield "  mh profile train.py"
@@ -192,10 +191,12 @@ def _use(event: ResourcesUsed) -> WorkerUse:
     )
 
 
-def _of_a_slice(one: WorkerUse) -> Iterator[str]:
-    if one.slices_per_step:
-        times = (f"{name} {1000 * one.phases.get(name, 0.0) / one.slices_per_step:.1f} ms" for name in OF_A_SLICE)
-        yield f"worker {one.rank}, per slice ({one.slices_per_step:g} a step): {', '.join(times)}"
+def slice_line(rank: int, slices: float, phases: Mapping[str, float]) -> str:
+    """A worker's seconds of one slice; empty where it is not known how many it computed."""
+    if not slices:
+        return ""
+    times = (f"{name} {1000 * phases.get(name, 0.0) / slices:.1f} ms" for name in OF_A_SLICE)
+    return f"worker {rank}, per slice ({slices:g} a step): {', '.join(times)}"
 
 
 def _many(number: int, noun: str) -> str:

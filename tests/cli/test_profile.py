@@ -125,7 +125,7 @@ def test_slow_computation_is_found_with_the_layer_that_takes_long(tmp_path: Path
     ("script", "said"),
     [
         ("raise RuntimeError('no such data')", "RuntimeError: no such data"),
-        ("print('nothing to train')", "no step of mh.Trainer or mh.join"),
+        ("print('nothing to train')", "no step of mh.Trainer, mh.join, or Keras under a scope()"),
         (f"{HEAD}\ntrain(lambda: nn.Linear(16, 4), (torch.randn(4, 16), torch.arange(4)), 4)", ""),
     ],
 )
