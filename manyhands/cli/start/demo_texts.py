@@ -39,6 +39,13 @@ class Texts(NamedTuple):
     go_on: str
     notes: tuple[str, str, str]
     """What the three commands at the end are for."""
+    cannot_write: str
+    writable: str
+    not_empty: str
+    ended: str
+    first_half: str
+    events: Mapping[str, str]
+    """Lines of the run in the second part, by event; empty: those of the run's own display."""
 
 
 ENGLISH = Texts(
@@ -103,6 +110,12 @@ ENGLISH = Texts(
     ),
     go_on="It took {seconds:.0f} s, and {cpu_seconds:.0f} s of processor time. Go on with:",
     notes=("what that run did", "a mode once more, with its progress", "a larger network on the same digits"),
+    cannot_write="The demo writes its runs to {home}, but cannot: {why}.",
+    writable="mh demo --run-dir DIR, with a directory where you may write",
+    not_empty="{home} is not empty, and the demo's runs start anew.",
+    ended="The run ended with exit code {code}.",
+    first_half="The first half ended with exit code {code}, not with 75.",
+    events={},
 )
 
 CHINESE = Texts(
@@ -164,6 +177,23 @@ CHINESE = Texts(
     ),
     go_on="共用 {seconds:.0f} 秒，其中处理器时间 {cpu_seconds:.0f} 秒。接下来可以试：",
     notes=("看那次训练做了什么", "把其中一种方式再跑一遍，带进度显示", "同样的数字，换一个大些的网络"),
+    cannot_write="演示的训练要写到 {home}，但写不了：{why}。",
+    writable="mh demo --run-dir DIR，换一个可以写的目录",
+    not_empty="{home} 不是空目录，而演示的训练都要从头开始。",
+    ended="训练以退出码 {code} 结束。",
+    first_half="前一半训练的退出码是 {code}，应该是 75。",
+    events={
+        "LaunchStarted": "正在启动 {workers} 个 worker，导入 torch …",
+        "RunStarted": "{workers} 个 worker 开始训练，共 {total_steps} 步；记录写在 {run}",
+        "StepDone": "第 {step}/{total_steps} 步  损失 {loss:.4f}  每秒 {samples_per_s:.0f} 行",
+        "WorkerLost": "丢失 {host} 上的 rank {rank}（pid {pid}）：{reason}",
+        "GenerationStarted": "由 {workers} 个 worker 继续训练（世代 {generation}）",
+        "CheckpointSaved": "已保存第 {step} 步的检查点（{num_bytes}，用时 {seconds:.2g} 秒）",
+        "Resumed": "从第 {step} 步的检查点恢复：{path}",
+        "Evaluated": "在第 {step} 步用 {rows} 个样本评估",
+        "RunEnded": "训练完成，共 {step} 步",
+        "RunEndedEarly": "训练停在第 {step} 步，退出码 {exit_code}",
+    },
 )
 
 
