@@ -49,7 +49,7 @@ class Texts(NamedTuple):
 
 
 ENGLISH = Texts(
-    title="One small network on handwritten digits, in ten modes. The runs: {home}",
+    title="One small network on handwritten digits, in ten modes.\nThe runs: {home}",
     columns=("mode", "what is divided", "rows/s", "MB", "KB/step", "distance", "right"),
     labels={
         "single": "single",
@@ -89,7 +89,7 @@ ENGLISH = Texts(
     not_run="did not run here: {why}",
     failed="FAILED: {why}",
     deviates="DEVIATES by {distance}: this mode promises the weights of one process",
-    kill_title="1. Two workers train on handwritten digits. Run directory: {home}",
+    kill_title="1. Two workers train on handwritten digits.\n   Run directory: {home}",
     killed="2. kill -9 {pid}: one worker is dead. The other continues; another starts.",
     stopped="3. SIGTERM has stopped the run at step {step}, with a checkpoint: exit code 75.",
     resumes="4. One worker resumes there; the number of workers does not change the result.",
@@ -119,7 +119,7 @@ ENGLISH = Texts(
 )
 
 CHINESE = Texts(
-    title="同一个小网络、同一份手写数字，用十种方式训练。记录在 {home}",
+    title="同一个小网络、同一份手写数字，用十种方式训练。\n记录在 {home}",
     columns=("方式", "划分什么", "行/秒", "MB", "KB/步", "偏差", "正确率"),
     labels={
         "single": "单进程",
@@ -157,7 +157,7 @@ CHINESE = Texts(
     not_run="本机不能运行：{why}",
     failed="失败：{why}",
     deviates="偏差 {distance}，超出了限度：这种方式本应得到单进程的权重",
-    kill_title="1. 两个 worker 训练手写数字。训练目录：{home}",
+    kill_title="1. 两个 worker 训练手写数字。\n   训练目录：{home}",
     killed="2. kill -9 {pid}：一个 worker 挂了。另一个继续训练，替补正在启动。",
     stopped="3. SIGTERM 让训练停在第 {step} 步，并已保存检查点：退出码 75。",
     resumes="4. 由一个 worker 从那里接着训练；worker 的数量不影响结果。",
