@@ -120,18 +120,15 @@ def profile(asked: Profiling, say: Callable[[str], None]) -> tuple[ProfileReport
     search = _Search(runner, asked.rounds, say, untried)
     count = asked.rounds * (len(ways) + 2) + 1
     say(f"{count} trials of about {trial_s:.0f} s follow; more where it is worth trying other settings")
-    search.try_all(ways)
-    verdict = search.verdict()
+    verdict = search.try_all(ways)
+    remedies = remedies_for(verdict, facts, asked.flags.keys())
+    while remedies:
+        verdict = search.try_all(remedies)
+        remedies = [way for way in remedies_for(verdict, facts, asked.flags.keys()) if way.name not in search.tried]
     more_rounds = 0
     while verdict.holds_back is None and more_rounds < MORE_ROUNDS:
         say("too noisy: one more round")
-        search.try_again(ways)
-        verdict, more_rounds = search.verdict(), more_rounds + 1
-    remedies = remedies_for(verdict, facts, asked.flags.keys())
-    while remedies:
-        search.try_all(remedies)
-        verdict = search.verdict()
-        remedies = [way for way in remedies_for(verdict, facts, asked.flags.keys()) if way.name not in search.tried]
+        verdict, more_rounds = search.try_again(ways), more_rounds + 1
     traced = runner.trace()
     report = ProfileReport(
         facts=facts,
@@ -257,18 +254,20 @@ class _Search:
     def tried(self) -> set[str]:
         return {way.name for way in self._ways} | self._untried.keys()
 
-    def try_all(self, ways: Sequence[Way]) -> None:
+    def try_all(self, ways: Sequence[Way]) -> Verdict:
         self._ways += ways
         for _ in range(self._num_rounds):
             self.try_again(ways)
+        return self.verdict()
 
-    def try_again(self, ways: Sequence[Way]) -> None:
+    def try_again(self, ways: Sequence[Way]) -> Verdict:
         """One more round."""
         before = self._as_is()
         left = [way for way in ways if way.name not in self._untried]
         shift = len(self._rounds) % max(1, len(left))  # or each would always follow the same one
         found = {way.name: one for way in left[shift:] + left[:shift] if (one := self._try(way)) is not None}
         self._rounds.append(Round(before, self._as_is(), found))
+        return self.verdict()
 
     def _as_is(self) -> float:
         trial = self._runner.run(AS_IS)
