@@ -105,7 +105,7 @@ def times_of(files: Iterable[Iterable[Event]], warm_up: int = 3) -> RecordedTime
     `files` are the record's, in any order: the chief and the agent of each host write one each. Only within a file does
     the order of events mean something: clocks of hosts differ.
     """
-    last_call, used = _Call(), list[ResourcesUsed]()
+    last_call, used = _Call(None, []), list[ResourcesUsed]()
     for file in files:
         call, last_used = _read_file(file)
         last_call = call if call.steps else last_call
@@ -138,13 +138,13 @@ def times_of(files: Iterable[Iterable[Event]], warm_up: int = 3) -> RecordedTime
 class _Call(NamedTuple):
     """The last call of `fit`, or the last attempt at it, that a file has."""
 
-    started: RunStarted | None = None
-    steps: list[StepDone] = []
+    started: RunStarted | None
+    steps: list[StepDone]
 
 
 def _read_file(file: Iterable[Event]) -> tuple[_Call, list[ResourcesUsed]]:
     """With the last report of each worker that writes to this file."""
-    call, used = _Call(), dict[tuple[int, int], ResourcesUsed]()
+    call, used = _Call(None, []), dict[tuple[int, int], ResourcesUsed]()
     for event in file:
         match event:
             case RunStarted():
@@ -186,7 +186,7 @@ def _use(event: ResourcesUsed) -> WorkerUse:
         rank=event.rank,
         phases={name: seconds / steps for name, seconds in event.phases.items()},
         cores=event.cpu_s / event.seconds if event.seconds > 0 else 0.0,
-        bytes_per_step=max(event.handed_over, event.bytes_sent) / steps,  # before 0.1, only what was sent is recorded
+        bytes_per_step=max(event.handed_over, event.bytes_sent) / steps,  # earlier records have only what was sent
         slices_per_step=event.slices / steps,
     )
 

@@ -107,6 +107,8 @@ def test_only_reports_of_the_last_call_count_whichever_host_wrote_them() -> None
 
 def test_a_run_without_a_step_on_record_is_refused(tmp_path: Path) -> None:
     assert times_of([[started()]]) is None
+    assert times_of([[step(1, load=0.1)]]) is not None, "its beginning may be missing"
+    assert times_of([[started()]]) is None, "and nothing of another record is kept"
     (tmp_path / "run.json").write_text('{"run": "r", "created": "2026-01-01T00:00:00+00:00", "status": "failed"}')
     with pytest.raises(UsageError, match="no step on record"):
         read_run_times(tmp_path)
