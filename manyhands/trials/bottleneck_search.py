@@ -274,6 +274,8 @@ class _Search:
         if trial.failed:
             raise self._runner.error(trial)
         self.as_is = trial.records
+        if trial.steps is not None:  # the script has no more
+            self._runner.steps = min(self._runner.steps, trial.steps)
         self._say(f"as it is: {1000 * trial.step_s:.1f} ms per step")
         return trial.step_s
 

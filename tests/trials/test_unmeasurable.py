@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,8 @@ from manyhands.control.messages.failure import Failure, WorkerEnd
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import TrainingFailed
 from manyhands.planner.measure.plan_request import ask_script
-from manyhands.trials.bottleneck_search import NO_STEP, Profiling, TrialTimes, _Runner
+from manyhands.profiling.verdict import Way
+from manyhands.trials.bottleneck_search import NO_STEP, Profiling, TrialTimes, _Runner, _Search
 from manyhands.trials.trial_process import Failed, _ReportingDisplay
 
 
@@ -53,3 +55,19 @@ def test_a_script_that_trains_without_manyhands_sees_how_it_can(tmp_path: Path) 
     with pytest.raises(TrainingFailed, match="RuntimeError: boom") as raised:
         ask_script(command, lambda path: {}, 100.0, "did not call fit")
     assert "mh.join" not in str(raised.value), "its own error says what is wrong"
+
+
+class Ended:
+    """A runner whose script has 25 steps, of which 22 are measured."""
+
+    def __init__(self) -> None:
+        self.steps, self.facts = 1501, None
+
+    def run(self, way: Way) -> TrialTimes:
+        return TrialTimes(0.001, [], steps=22)
+
+
+def test_a_trial_that_ends_before_its_steps_shows_how_many_there_are() -> None:
+    runner: Any = Ended()
+    _Search(runner, 1, lambda line: None, {}).try_again([])
+    assert runner.steps == 22, "the report says how many a trial has measured"
