@@ -58,6 +58,8 @@ MEASURES = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(argv)
+    if without := [page for page in asked.write if not report.has_results(page)]:
+        parser.error(f"{without[0]} is no page with a results section, between the lines\n{report.BEGIN}\n{report.END}")
     if asked.names[:1] == ["modes"]:
         return _modes(parser, asked)
     try:
@@ -72,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = _results(rows, asked)
     found = {"date": date.today().isoformat(), "machine": facts, "results": results}
     print(json.dumps(found, indent=2) if asked.json else report.table(results))
-    if asked.write:
-        page = Path(asked.write)
+    for page in asked.write:
         page.with_suffix(".svg").write_text(picture.draw(results))
         report.write_into(page, report.markdown(found, page.with_suffix(".svg").name))
     return 1 if any("failed" in result for result in results) else 0
@@ -90,9 +91,9 @@ def _modes(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     size = {"blocks": blocks, "block_s": asked.seconds, "launches": launches}
     found = {"date": date.today().isoformat(), "machine": facts, **size, "results": results}
     print(json.dumps(found, indent=2) if asked.json else modes_report.text(found))
-    if asked.write:
-        words = modes_report.CHINESE if "zh" in Path(asked.write).parts else modes_report.ENGLISH
-        report.write_into(Path(asked.write), modes_report.markdown(found, words))
+    for page in asked.write:
+        words = modes_report.CHINESE if "zh" in page.parts else modes_report.ENGLISH
+        report.write_into(page, modes_report.markdown(found, words))
     rows = [row for part in results.values() if isinstance(part, list) for row in part]
     return 1 if any("failed" in row for row in rows) else 0
 
@@ -105,7 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=DEFAULT_BLOCKS, help="blocks per side, over all launches")
     parser.add_argument("--launches", type=int, help="divide the blocks among so many; default: 3, of one process 1")
     parser.add_argument("--seconds", type=float, default=DEFAULT_BLOCK_S, help="seconds per block, about")
-    parser.add_argument("--write", metavar="PAGE", help="also write the page's results section, and PAGE.svg beside it")
+    parser.add_argument(
+        "--write", metavar="PAGE", nargs="+", type=Path, default=[],
+        help="also write the results section of these pages, and, but for modes, PAGE.svg beside it",
+    )  # fmt: skip
     return parser
 
 

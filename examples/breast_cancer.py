@@ -1,6 +1,6 @@
 """Medical data: malignant or benign, by 30 measurements of cell nuclei, with figures that a physician would ask for.
 
-    pip install "manyhands[examples]"                       # scikit-learn, which ships the data
+    pip install ".[examples]"                               # scikit-learn, which ships the data; from this repository
     python examples/breast_cancer.py
     mh run -n 2 examples/breast_cancer.py                   # the same bits, thanks to exact=True
     python examples/breast_cancer.py --data patients.csv    # numbers with a line of names; the last column is 0 or 1
@@ -13,6 +13,15 @@ repository under CC BY 4.0, as scikit-learn ships it. It shows how to train and 
 
 Strategies that make sense: "mirrored". The data is small, so a second worker brings little:
 `strategy="single"` is as good.
+
+医疗：用细胞核的 30 项测量判断良性或恶性，报告医生关心的指标。
+
+只有 569 名患者，一个小测试集说明不了什么，所以做交叉验证：一个脚本里训练五次，每次用没见过的五分之一患者测试。被杀
+掉的训练会在它所在的那一次里续训。第一条命令要装 scikit-learn，数据在它里面：在代码目录里执行 pip install 那一行，因
+为 manyhands 还没有上传到包索引。数据是真实的，但这个程序不是医疗器械。
+
+适合的策略：mirrored；数据少，第二个 worker 帮助不大，用 single 也一样好。exact=True 使一个和两个 worker 的结果逐位
+相同。
 
 Expected output:
 

@@ -17,6 +17,15 @@ Strategies that make sense: "mirrored". For a model whose optimizer state fills 
 `strategy="sharded"`; for a slow network to `strategy=mh.LocalSGD(every=32, outer="nesterov")`, whose result then
 depends on the number of workers.
 
+逐字符的 GPT，自己写训练循环：nanoGPT 的循环加上 mh.join。
+
+循环里只有五行是 manyhands 的：join、setup、resume、batches、backward/step。其余照 nanoGPT：学习率预热加余弦下降、梯
+度裁剪、留出文本上的损失、最后生成一段。batches 每次给出全局批次的一个切片，所以梯度累积只是 slices= 这个数，不必再
+写一层循环。
+
+不写 --data 时，文本是 Python 自带的语言文档，最后十分之一留出。指标是每个字符的 nat 数，对比单字符频率和双字符频率。
+适合的策略：mirrored；优化器状态占满内存时用 sharded，网络慢时用 LocalSGD，后者的结果取决于 worker 数。
+
 Expected output:
 
     2.0015 nats per character of held-out text

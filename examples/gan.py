@@ -15,6 +15,15 @@ points, and of a normal distribution with the same mean and covariance.
 Strategies that make sense: "mirrored", since turns of several optimizers need whole replicas. Change the
 line to `strategy=mh.Mirrored(workers=2)`, and `python examples/gan.py` alone starts two workers.
 
+GAN，自己写训练循环：两个模型、两个优化器，在每个批次上轮流更新。
+
+hands.setup 接受列表，hands.batches 把每个批次给每个优化器各一次，hands.turn 说明轮到谁；只有它的参数有梯度。噪声在
+循环里生成，但无论几个 worker 都相同，因为随机数属于切片。
+
+不写 --data 时用合成的点：圆上的八簇。GAN 的损失说明不了什么，所以指标是生成的点与留出的点之间的能量距离，分布相同时
+为 0；对比另一组真实的点，以及均值和协方差相同的正态分布。适合的策略：mirrored，因为多个优化器轮流更新要求每个
+worker 有完整的副本。
+
 Expected output:
 
     energy distance of 1000 drawn points to held-out ones: 0.0232

@@ -1,6 +1,6 @@
 """Image classification: a folder of JPEG files with a subfolder for each class, augmented in loader processes.
 
-    pip install "manyhands[examples]"                       # pillow decodes; scikit-learn ships the digits used here
+    pip install ".[examples]"                               # pillow, and scikit-learn with the digits used here
     python examples/image_classification.py
     mh run -n 2 examples/image_classification.py            # the same figures to rounding
     python examples/image_classification.py --data pictures # your folder: pictures/train/CLASS/*.jpg, pictures/test/...
@@ -14,6 +14,14 @@ JPEG files of 32 x 32 into the folder digits_jpeg.
 Strategies that make sense: "mirrored", on one host or many; every host needs the files. When the model does not fit
 next to its optimizer, change the line to `strategy="sharded"`. With
 `strategy=mh.Mirrored(workers=2)` the first command starts two workers.
+
+图像分类：一个文件夹里的 JPEG 文件，每类一个子文件夹，由读取进程做数据增强。
+
+每个 worker 只解码和增强自己切片里的图像，在单独的进程里提前两步做。同一张图像无论几个 worker、几个读取进程都裁剪得
+一样，下一轮则不同。pip install 那一行要在代码目录里执行，因为 manyhands 还没有上传到包索引。
+
+不写 --data 时，把 scikit-learn 的 1,797 个手写数字写成 32 x 32 的 JPEG 文件，放在 digits_jpeg 里。适合的策略：
+mirrored，单机多机都行，每台主机都要有这些文件；模型和优化器放不下时用 sharded。
 
 Expected output:
 

@@ -221,6 +221,10 @@ class ResourcesUsed(_OfTraining, frozen=True):
     """Phase of the predicted peak: "start", "step" or "save"."""
     phases: dict[str, float] = {}
     """This worker's seconds in load, forward, backward, reduce, update and gc."""
+    handed_over: int = 0
+    """Bytes given to other processes, over all steps: as `bytes_sent`, and what passed through memory of this host."""
+    slices: int = 0
+    """Slices that it computed, over all steps; 0 where parameter servers lease them."""
 
 
 class Straggler(_Event, frozen=True):

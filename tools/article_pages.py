@@ -62,13 +62,13 @@ CHINESE_PAGE = Language(
     figures="../../articles/figures",
     words="步骤是我们的表述，步数与文章相同；文章里每个编号具体对应哪一步，我们并不知道。",
     run="运行",
-    about_figure="方框是程序在每个 worker 里的标记，同名的最多画几次；菱形是运行自身记录的事件。编号就是下面的步骤。"
+    about_figure="方框是程序在每个 worker 里的标记，同名的最多画几次；菱形是训练自身记录的事件。编号就是下面的步骤。"
     "先后与重叠是真实的，宽度不是，时刻写在轴上。",
     steps="步骤",
-    columns=("步骤", "做什么", "位置", "时刻", "运行的记录"),
+    columns=("步骤", "做什么", "位置", "时刻", "训练的记录"),
     program="程序",
-    about_program="程序会把你那次运行的对照表和图写进运行目录。"
-    "本页就是这样一次运行，由 `python -m tools.article_pages` 生成。",
+    about_program="程序会把你那次训练的对照表和图写进训练目录。"
+    "本页就是这样一次训练，由 `python -m tools.article_pages` 生成。",
 )
 
 
@@ -134,7 +134,11 @@ def head(flow: Path, index: int) -> tuple[str, str]:
 
 
 def without_breaks(paragraph: str) -> str:
-    """A Chinese paragraph in one line: renderers would show a space for each line break."""
+    """A Chinese paragraph in one line: renderers would show a space for each line break.
+
+    Between Chinese and a word of another script there is one, as within a line.
+    """
+    paragraph = re.sub(r"(?<=[\u4e00-\u9fff])\n(?=[A-Za-z0-9])|(?<=[A-Za-z0-9])\n(?=[\u4e00-\u9fff])", " ", paragraph)
     return re.sub(r"(?<=[^\x00-\x7f])\n|\n(?=[^\x00-\x7f])", "", paragraph).replace("\n", " ")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from bench.results.machine import describe
 from bench.results.table import BENCHES, Row, Target
 
-__all__ = ["BEGIN", "END", "listing", "markdown", "outcome", "table", "unmeasured", "wish", "write_into"]
+__all__ = ["BEGIN", "END", "has_results", "listing", "markdown", "outcome", "table", "unmeasured", "wish", "write_into"]
 
 BEGIN = "<!-- results: begin (written by `python -m bench --write`; changes by hand are lost) -->"
 END = "<!-- results: end -->"
@@ -52,6 +52,11 @@ def markdown(report: dict[str, Any], picture: str) -> str:
         if peers := _peers(rows):
             lines += ["", *(f"- {line}" for line in peers)]
     return "\n".join(lines)
+
+
+def has_results(path: Path) -> bool:
+    """Whether it is a page to write into: asked before anything is measured, which takes long."""
+    return path.is_file() and BEGIN in (page := path.read_text()) and END in page
 
 
 def write_into(path: Path, text: str) -> None:

@@ -3,7 +3,7 @@
 Times are compressed, or a step of milliseconds would not be seen beside a start of seconds: order and overlap are true,
 widths are not, and the axis has the times. Start reading at `draw`.
 
-把一次运行画成 SVG：每个 worker 一条泳道，每个标记一个方框，每个事件一个菱形。时间经过压缩：先后与重叠是真实的，宽度不
+把一次训练画成 SVG：每个 worker 一条泳道，每个标记一个方框，每个事件一个菱形。时间经过压缩：先后与重叠是真实的，宽度不
 是，时刻写在轴上。
 """
 

@@ -4,8 +4,8 @@ A script lists its `Step`s in a `Flow`, opens a lane in each worker, marks what 
 at its end. That reads the marks and the run's own events (`mh.read_events`), prints them beside the steps, and writes
 `flow.json` and `flow.svg` into the run directory. `python -m tools.article_pages` makes pages of these.
 
-把文章里编号的步骤，和一次真实运行中对应的记录放在一起：脚本列出步骤，每个 worker 标记自己做的事，最后由 show 读取这些
-标记和运行自身的事件，打印对照表，并把 flow.json 和 flow.svg 写进运行目录。
+把文章里编号的步骤，和一次真实训练中对应的记录放在一起：脚本列出步骤，每个 worker 标记自己做的事，最后由 show 读取这些
+标记和训练自身的事件，打印对照表，并把 flow.json 和 flow.svg 写进训练目录。
 """
 
 import json

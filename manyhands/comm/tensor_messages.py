@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -156,24 +156,31 @@ def _put(tensor: Tensor, what: str, buffers: list[Frame]) -> list[Any]:
     return [dtype_name(tensor), list(tensor.shape), len(buffers) - 1]
 
 
-def unpack(frames: Sequence[Frame], fill: Callable[[Placeholder], Any] = lambda found: found) -> Any:
-    """The packed value, with `fill(placeholder)` for every placeholder; `ValueError` if the frames are no value."""
+class _Unpacking(NamedTuple):
+    """Not a function inside `unpack`: it would refer to itself, and keep the frames until garbage is collected."""
 
-    def extension(code: int, data: memoryview) -> Any:
+    frames: Sequence[Frame]
+    fill: Callable[[Placeholder], Any]
+
+    def extension(self, code: int, data: memoryview) -> Any:
         if code == _TENSOR:
             name, shape, index = msgspec.msgpack.decode(data, type=tuple[str, list[int], int])
-            if not 0 <= index < len(frames) - 1:
+            if not 0 <= index < len(self.frames) - 1:
                 raise ValueError("a tensor without its bytes")
-            return tensor_from(frames[1 + index], shape, name)
+            return tensor_from(self.frames[1 + index], shape, name)
         if code == _TUPLE:
-            return tuple(msgspec.msgpack.decode(data, type=list, ext_hook=extension))
+            return tuple(msgspec.msgpack.decode(data, type=list, ext_hook=self.extension))
         if code == _PLACEHOLDER:
-            return fill(Placeholder(*msgspec.msgpack.decode(data, type=tuple[str, int, str])))
+            return self.fill(Placeholder(*msgspec.msgpack.decode(data, type=tuple[str, int, str])))
         raise ValueError(f"extension {code} is unknown")
+
+
+def unpack(frames: Sequence[Frame], fill: Callable[[Placeholder], Any] = lambda found: found) -> Any:
+    """The packed value, with `fill(placeholder)` for every placeholder; `ValueError` if the frames are no value."""
 
     if not frames:
         raise ValueError("no frame")
     try:
-        return msgspec.msgpack.decode(frames[0], ext_hook=extension)
+        return msgspec.msgpack.decode(frames[0], ext_hook=_Unpacking(frames, fill).extension)
     except (RecursionError, TypeError) as error:  # TypeError: an unhashable key
         raise ValueError(f"not a value: {error}") from error

@@ -127,7 +127,7 @@ def ask_for_graph(
         asked = GraphOrder(str(path), strategy, workers, modules_only)
         return {GRAPH_VARIABLE: msgspec.json.encode(asked).decode()}
 
-    data = ask_script(command, order, timeout_s, "did not call its model")
+    data = ask_script(command, order, timeout_s, "did not call its model in a way that manyhands sees")
     answer = msgspec.json.decode(data, type=_GraphAnswered)
     if answer.graph is None:
         raise TrainingFailed(answer.problem)

@@ -8,6 +8,7 @@ import msgspec
 
 from manyhands.observe.event_text import duration
 from manyhands.profiling.layer_times import LayerTime
+from manyhands.profiling.recorded_run import slice_line
 from manyhands.profiling.step_records import WorkerFacts
 from manyhands.profiling.verdict import Finding, Verdict
 
@@ -26,6 +27,8 @@ class WorkerTimes(msgspec.Struct, frozen=True):
     step_s: float
     phases: dict[str, float]
     """Mean seconds of a step in each phase; in "other" what is in none."""
+    slices_per_step: float = 0.0
+    """Slices that it computed; 0: servers lease them."""
 
 
 class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +99,8 @@ class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
             [str(worker.rank), *(_ms(worker.phases.get(name, 0.0)) for name in names), _ms(worker.step_s)]
             for worker in self.workers
         ]
-        return table(["worker", *names, "step"], rows)
+        per_slice = (slice_line(one.rank, one.slices_per_step, one.phases) for one in self.workers)
+        return [*table(["worker", *names, "step"], rows), *filter(None, per_slice)]
 
     def _waiting(self) -> list[str]:
         shown = [one for one in sorted(self.waiting, key=lambda one: -one[2]) if one[2] > 0.005 * self.verdict.step_s]

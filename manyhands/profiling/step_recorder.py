@@ -60,7 +60,8 @@ class StepRecorder:
         took_s, self._done_at = now - self._done_at, now
         self._count += 1
         times = [list(map(float, rank)) for rank in stats.times]
-        self._file.write(self._encode(StepTimes(step.number, took_s, dict(stats.seconds), times)) + b"\n")
+        slices = 0 if self._facts.leases else len(step.indices)
+        self._file.write(self._encode(StepTimes(step.number, took_s, dict(stats.seconds), times, slices)) + b"\n")
         self._follow_trace()
 
     def _follow_trace(self) -> None:

@@ -65,6 +65,8 @@ class StepTimes(msgspec.Struct, frozen=True):
     phases: dict[str, float]
     times: list[list[float]] = []
     """Of the step before, by rank: busy seconds in each phase, then seconds of waiting for others."""
+    slices: int = 0
+    """How many this worker computed; 0: servers lease them."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ from manyhands.events import RunEnded, StepDone
 from manyhands.launcher.launch import place
 from manyhands.launcher.machine import this_machine
 from manyhands.observe.event_text import clean
+from manyhands.planner.measure.plan_request import WAYS_TO_TRAIN
 from manyhands.profiling.layer_times import merge_layers
 from manyhands.profiling.profile_report import ProfileReport, WorkerTimes
 from manyhands.profiling.step_recorder import RecordedSteps
@@ -50,14 +52,20 @@ __all__ = ["Profiling", "profile", "remedies_for", "ways_for"]
 
 LEAST_STEPS = 4
 """Fewer measured steps than these say nothing."""
-MOST_STEPS = 400
-MEASURED_S, MOST_MEASURED_S = 1.0, 10.0
+MOST_STEPS = 4000
+MEASURED_S, MOST_MEASURED_S = 1.5, 10.0
 """A trial is measured at least so long, if it takes as many steps as that, and not much longer."""
+PARTS, STEPS_OF_PART = 10, 20
+"""Where steps are short, a trial's time is the median of so many parts of it: what another program does for an instant
+takes as long as many of them."""
+MORE_ROUNDS = 2
+"""Repeated at most, while the trials differ too much to say anything."""
 TRACED_STEPS = 3
 LINES_KEPT = 8
 LOOK_EVERY_S = 0.5
 """How often a trial that reports nothing is looked at, to see whether it was aborted."""
 ENDED = "the training ended"
+NO_STEP = "no step of mh.Trainer, mh.join, or Keras under a scope()"
 TIMEOUT_S = 300.0
 """Of collectives in a trial: workers that fetch all their data first do not begin at the same time."""
 
@@ -82,6 +90,8 @@ class TrialTimes(NamedTuple):
     step_s: float
     records: list[WorkerRecord]
     failed: str = ""
+    steps: int | None = None
+    """How many it had, if the training ended before it was killed."""
 
 
 def profile(asked: Profiling, say: Callable[[str], None]) -> tuple[ProfileReport, dict[str, Any]]:
@@ -93,32 +103,37 @@ def profile(asked: Profiling, say: Callable[[str], None]) -> tuple[ProfileReport
     resolved = resolve(flags=asked.flags, environ=environ, config_file=asked.config_file)
     if place(resolved, environ).num_hosts > 1:
         raise UsageError("mh profile measures one host, but this run has several.", fix=["mh profile on one of them"])
-    runner = _Runner(asked)
+    runner, first_at = _Runner(asked), time.monotonic()
     first = runner.run(AS_IS, asked.steps)
     wanted = first.records[0].facts.wanted_workers if first.records else None
     if wanted is not None and resolved.origins["launch.workers"] == "default":
         runner.flags["launch.workers"] = wanted  # as many as `python train.py` starts
         if wanted != first.records[0].facts.workers:
+            first_at = time.monotonic()
             first = runner.run(AS_IS, asked.steps)
     if first.failed:
         raise runner.error(first)
-    facts, cores = first.records[0].facts, this_machine(environ).cores
-    runner.facts, runner.steps = facts, steps_for(first.step_s, asked.steps)
+    facts, cores, trial_s = first.records[0].facts, this_machine(environ).cores, time.monotonic() - first_at
+    runner.facts, runner.steps = facts, steps_for(first.step_s, asked.steps, first.steps)
     say(f"as it is: {1000 * first.step_s:.1f} ms per step; {runner.steps} steps in each of the next trials")
     ways, untried = ways_for(facts, cores, asked.flags.keys())
     search = _Search(runner, asked.rounds, say, untried)
-    search.try_all(ways)
-    verdict = search.verdict()
+    count = asked.rounds * (len(ways) + 2) + 1
+    say(f"{count} trials of about {trial_s:.0f} s follow; more where it is worth trying other settings")
+    verdict = search.try_all(ways)
     remedies = remedies_for(verdict, facts, asked.flags.keys())
     while remedies:
-        search.try_all(remedies)
-        verdict = search.verdict()
+        verdict = search.try_all(remedies)
         remedies = [way for way in remedies_for(verdict, facts, asked.flags.keys()) if way.name not in search.tried]
+    more_rounds = 0
+    while verdict.holds_back is None and more_rounds < MORE_ROUNDS:
+        say("too noisy: one more round")
+        verdict, more_rounds = search.try_again(ways), more_rounds + 1
     traced = runner.trace()
     report = ProfileReport(
         facts=facts,
         steps=runner.steps,
-        rounds=asked.rounds,
+        rounds=asked.rounds + more_rounds,
         verdict=verdict,
         workers=[_times_of(record) for record in search.as_is],
         waiting=[(rank, peer, seconds) for (rank, peer), seconds in _waiting(search.as_is).items()],
@@ -128,10 +143,19 @@ def profile(asked: Profiling, say: Callable[[str], None]) -> tuple[ProfileReport
     return report, merge([one.trace for one in traced]) if traced else {}
 
 
-def steps_for(step_s: float, asked: int) -> int:
-    """How many steps to measure, where one takes so long."""
+def steps_for(step_s: float, asked: int, there_are: int | None = None) -> int:
+    """How many steps to measure, where one takes so long; no more than `there_are`, if the script has no more."""
     enough, most = int(MEASURED_S / max(step_s, 1e-6)) + 1, int(MOST_MEASURED_S / max(step_s, 1e-6))
-    return max(LEAST_STEPS, min(max(asked, min(enough, MOST_STEPS)), most))
+    wanted = max(LEAST_STEPS, min(max(asked, min(enough, MOST_STEPS)), most))
+    return wanted if there_are is None else min(wanted, there_are)
+
+
+def step_time(took_s: Sequence[float]) -> float:
+    """Mean seconds of a step; of many short ones, the median of the means of equal parts."""
+    size = len(took_s) // PARTS
+    if size < STEPS_OF_PART:
+        return fmean(took_s)
+    return median(fmean(took_s[start : start + size]) for start in range(0, PARTS * size, size))
 
 
 def ways_for(facts: WorkerFacts, cores: int, given: Any = ()) -> tuple[list[Way], dict[str, str]]:
@@ -230,20 +254,28 @@ class _Search:
     def tried(self) -> set[str]:
         return {way.name for way in self._ways} | self._untried.keys()
 
-    def try_all(self, ways: Sequence[Way]) -> None:
+    def try_all(self, ways: Sequence[Way]) -> Verdict:
         self._ways += ways
-        for number in range(self._num_rounds):
-            before = self._as_is()
-            left = [way for way in ways if way.name not in self._untried]
-            shift = number % max(1, len(left))  # or each would always follow the same one
-            found = {way.name: one for way in left[shift:] + left[:shift] if (one := self._try(way)) is not None}
-            self._rounds.append(Round(before, self._as_is(), found))
+        for _ in range(self._num_rounds):
+            self.try_again(ways)
+        return self.verdict()
+
+    def try_again(self, ways: Sequence[Way]) -> Verdict:
+        """One more round."""
+        before = self._as_is()
+        left = [way for way in ways if way.name not in self._untried]
+        shift = len(self._rounds) % max(1, len(left))  # or each would always follow the same one
+        found = {way.name: one for way in left[shift:] + left[:shift] if (one := self._try(way)) is not None}
+        self._rounds.append(Round(before, self._as_is(), found))
+        return self.verdict()
 
     def _as_is(self) -> float:
         trial = self._runner.run(AS_IS)
         if trial.failed:
             raise self._runner.error(trial)
         self.as_is = trial.records
+        if trial.steps is not None:  # the script has no more
+            self._runner.steps = min(self._runner.steps, trial.steps)
         self._say(f"as it is: {1000 * trial.step_s:.1f} ms per step")
         return trial.step_s
 
@@ -373,7 +405,7 @@ class _Runner:
                     ended = True
         self._output = output
         if ended or trial.has_ended:
-            return f"{ENDED} after {steps} steps" if steps else "no step of mh.Trainer or mh.join"
+            return f"{ENDED} after {steps} steps" if steps else NO_STEP
         return f"no step within {self._asked.wait_s:g} s" if not steps else "its steps take too long"
 
     def _result(self, records: list[WorkerRecord], steps: int, why: str) -> TrialTimes:
@@ -382,7 +414,8 @@ class _Runner:
         measured = chief.measured[: None if leases else steps] if chief is not None else []
         if len(measured) < LEAST_STEPS or (why and not why.startswith(ENDED)):
             return TrialTimes(0.0, records, why or "too few steps")
-        return TrialTimes(sum(one.took_s for one in measured) / len(measured), records)
+        ended = len(chief.measured) if chief is not None and why.startswith(ENDED) else None
+        return TrialTimes(step_time([one.took_s for one in measured]), records, steps=ended)
 
     def error(self, trial: TrialTimes) -> errors.ManyhandsError:
         """For a script that cannot be measured as it is."""
@@ -396,13 +429,13 @@ class _Runner:
         what = f"The script cannot be measured: {trial.failed}."
         if trial.failed.startswith(ENDED):
             what = f"{what[:-1]}, and at least {least} are needed."
-        return TrainingFailed(
-            what + (f" Its last output:{output}" if output else ""),
-            fix=[
-                f"mh run {self._asked.command.target}, to see what it does",
-                f"--wait {2 * self._asked.wait_s:g}, if its start takes long",
-            ],
-        )
+        see = f"mh run {self._asked.command.target}, to see what it does"
+        fix = [see, f"--wait {2 * self._asked.wait_s:g}, if its start takes long"]
+        if trial.failed == NO_STEP:
+            fix = [see, *WAYS_TO_TRAIN]
+        elif trial.failed.startswith(ENDED):
+            fix = [see, "more epochs, for this one run"]
+        return TrainingFailed(what + (f" Its last output:{output}" if output else ""), fix=fix)
 
 
 def _has_steps(run_dir: Path, steps: int) -> bool:
@@ -418,7 +451,8 @@ def _has_steps(run_dir: Path, steps: int) -> bool:
 def _times_of(record: WorkerRecord) -> WorkerTimes:
     steps = record.measured
     took_s = sum(step.took_s for step in steps) / max(1, len(steps))
-    return WorkerTimes(record.facts.rank, took_s, mean_phases(steps))
+    slices = sum(step.slices for step in steps) / max(1, len(steps))
+    return WorkerTimes(record.facts.rank, took_s, mean_phases(steps), slices)
 
 
 def _waiting(records: Sequence[WorkerRecord]) -> Mapping[tuple[int, int], float]:

@@ -71,7 +71,10 @@ class _ReportingDisplay:
         pass  # not needed: how to resume the run, and the like
 
     def failure(self, block: Failure) -> None:
-        self.report(Failed(describe(block.first), render(block)))
+        # Its run directory is deleted with the trial, so its name, its log and how to resume it are of no use.
+        first = msgspec.structs.replace(block.first, log="")
+        shown = msgspec.structs.replace(block, run="in a trial", first=first, committed_path="", resume="")
+        self.report(Failed(describe(first), render(shown)))
 
     def close(self) -> None:
         pass  # every line is written already

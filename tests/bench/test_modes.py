@@ -13,6 +13,7 @@ from bench.__main__ import main
 from bench.driver.child import ScriptFailed
 from bench.modes.mode_runs import next_step
 from bench.modes.modes_report import CHINESE, ENGLISH, markdown, text
+from bench.results.report import BEGIN, END
 from manyhands.events import StepDone
 from manyhands.recipes.every_mode import MODES
 
@@ -55,6 +56,31 @@ def test_the_tables_have_every_figure_in_both_languages() -> None:
             assert figure in shown
     lengths = {len(line.split("|")) for line in markdown(FOUND, CHINESE).splitlines() if line.startswith("| ")}
     assert lengths == {len(words) + 2 for words in (ENGLISH.headings, CHINESE.link_headings)}
+
+
+def test_both_pages_are_written_from_one_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bench.__main__.modes.measure", lambda *size: FOUND["results"])
+    pages = [tmp_path / "choosing.md", tmp_path / "zh" / "choosing.md"]
+    pages[1].parent.mkdir()
+    for page in pages:
+        page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert main(["modes", "small", "--blocks", "3", "--write", *map(str, pages)]) == 1, "a mode has failed"
+    english, chinese = (page.read_text() for page in pages)
+    assert "rows/s" in english and "行/秒" in chinese and "1,234" in english and "1,234" in chinese
+    assert all(
+        text.startswith("before") and text.endswith("after\n") and "old" not in text for text in (english, chinese)
+    )
+
+
+def test_a_page_without_a_results_section_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.__main__.modes.measure", lambda *size: pytest.fail("measured"))
+    (tmp_path / "page.md").write_text("no marks")
+    for name in ("page.md", "none.md"):
+        with pytest.raises(SystemExit):
+            main(["modes", "--write", str(tmp_path / name)])
+        assert "is no page with a results section" in capsys.readouterr().err
 
 
 def test_a_part_that_is_not_there_is_refused_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:

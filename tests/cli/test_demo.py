@@ -19,9 +19,19 @@ from rich.cells import cell_len
 from manyhands.cli.start.demo import _line
 from manyhands.cli.start.demo_kill import FaultyDisplay, summary
 from manyhands.cli.start.demo_modes import ModeResult, distance, rows_per_s, run_mode
+from manyhands.cli.start.demo_narration import NarratingDisplay
 from manyhands.cli.start.demo_texts import CHINESE, ENGLISH, table_line, texts_for
 from manyhands.control.processes.template_process import shared_template
-from manyhands.events import Event, StepDone, WorkerStarted
+from manyhands.events import (
+    CheckpointSaved,
+    Event,
+    GenerationStarted,
+    LaunchStarted,
+    RunEnded,
+    StepDone,
+    WorkerLost,
+    WorkerStarted,
+)
 from manyhands.launcher.launch import default_environment
 from manyhands.recipes.digits import load
 from manyhands.recipes.every_mode import MODES
@@ -233,3 +243,45 @@ def test_the_demo_kills_one_worker_and_stops_the_run_once_each(monkeypatch: pyte
     assert sent == [(41, signal.SIGKILL), (os.getpid(), signal.SIGTERM)]
     assert shown.said == ["2. kill -9 41: one worker is dead. The other continues; another starts."]
     assert display.has_stopped
+
+
+def test_in_chinese_the_run_with_the_kill_is_narrated_in_chinese() -> None:
+    said: list[str] = []
+    progress: list[str] = []
+    display = NarratingDisplay(CHINESE.events, said.append, progress.append, quiet=False)
+    lost = WorkerLost(rank=1, host="a\x1b[2J", pid=7, reason="SIGKILL")
+    step = StepDone(step=3, epoch=0, loss=2.5, rows=8, samples_per_s=100.0, phases={}, total_steps=9)
+    for event in (
+        LaunchStarted(workers=2),
+        GenerationStarted(generation="1.1", workers=2, hosts=1),
+        step,
+        step,
+        lost,
+        GenerationStarted(generation="1.2", workers=1, hosts=1, why="worker 1 died"),
+        CheckpointSaved(step=5, path="p", num_bytes=1_840_000, seconds=0.1, blocked_s=0.0),
+        RunEnded(exit_code=75, step=5, reason="SIGTERM", dropped=0),
+        RunEnded(exit_code=0, step=9, reason="finished", dropped=0),
+    ):
+        display.event(event)
+    display.say("1 joined")
+    display.output(0, "stdout", b"held-out digits: 99% correct\n")
+    assert said == [
+        "正在启动 2 个 worker，导入 torch …",
+        "丢失 a\\x1b[2J 上的 rank 1（pid 7）：SIGKILL",
+        "由 1 个 worker 继续训练（世代 1.2）",
+        "已保存第 5 步的检查点（1.84 MB，用时 0.1 秒）",
+        "训练停在第 5 步，退出码 75",
+        "训练完成，共 9 步",
+    ]
+    assert progress == ["第 3/9 步  损失 2.5000  每秒 100 行"], "not for every step"
+    quiet = NarratingDisplay(CHINESE.events, said.append, progress.append, quiet=True)
+    quiet.event(lost)
+    assert len(said) == 6
+
+
+def test_errors_of_the_demo_are_in_chinese_too(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = [*DEMO, "--run-dir", "file/demo"]
+    environ = plain(LANG="zh_CN.UTF-8", PYTHONIOENCODING="utf-8")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=environ)
+    assert done.returncode == 3 and "演示的训练要写到 file/demo，但写不了" in done.stderr

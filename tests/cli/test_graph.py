@@ -83,7 +83,7 @@ def test_a_loop_of_your_own_shows_its_graph_and_is_not_run(tmp_path: Path) -> No
     ("word", "said"),
     [
         ("fail", "RuntimeError: no such data"),
-        ("quit", "The script did not call its model."),
+        ("quit", "The script did not call its model in a way that manyhands sees."),
         ("parts", "The loss does not call the model itself"),
     ],
 )

@@ -127,7 +127,7 @@ def test_slow_computation_is_found_with_the_layer_that_takes_long(tmp_path: Path
     ("script", "said"),
     [
         ("raise RuntimeError('no such data')", "RuntimeError: no such data"),
-        ("print('nothing to train')", "no step of mh.Trainer or mh.join"),
+        ("print('nothing to train')", "no step of mh.Trainer, mh.join, or Keras under a scope()"),
         (f"{HEAD}\ntrain(lambda: nn.Linear(16, 4), (torch.randn(4, 16), torch.arange(4)), 4)", ""),
     ],
 )
@@ -151,6 +151,39 @@ def recorded(folder: Path) -> Path:
     ]
     (run / "events" / "worker-0.jsonl").write_bytes(encode_lines([start, *steps]))
     return run
+
+
+SLOW_WORKER = """
+import time, torch, manyhands as mh
+
+hands = mh.join(strategy=mh.Mirrored(workers=2), run_dir="run", slices=4)
+net = torch.nn.Linear(8, 2)
+net, optimizer = hands.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+for batch in hands.batches(torch.ones(256, 8), batch_size=32, epochs=2):
+    loss = net(batch).pow(2).mean()
+    time.sleep(0.001 if hands.rank == 0 else 0.02)
+    hands.backward(loss)
+    hands.step()
+"""
+
+
+@pytest.mark.slow
+def test_the_record_of_two_workers_names_the_one_that_computes_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(SLOW_WORKER)
+    environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, check=True, capture_output=True, timeout=200, env=environ
+    )
+    assert len(list((tmp_path / "run" / "events").iterdir())) == 2, "the chief's record, and that of the host's agent"
+    monkeypatch.chdir(tmp_path)
+    report = json.loads(CliRunner().invoke(profile, ["--json", "run"], catch_exceptions=False).output)
+    quick, slow = report["each"]
+    assert report["holds_back"] == "computation" and report["shares"]["computation"] > 0.6, report
+    assert quick["phases"]["reduce"] > 2 * quick["phases"]["forward"] and slow["phases"]["forward"] > 0.02
+    assert quick["slices_per_step"] == slow["slices_per_step"] == 2
+    assert quick["bytes_per_step"] >= 4 * (8 * 2 + 2), "gradients are handed over, although no socket is used"
 
 
 @pytest.mark.forged_record

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from http import HTTPStatus
 from typing import Any
 
@@ -107,3 +109,20 @@ def test_a_tensor_owns_its_memory() -> None:
     data = bytes(8)
     tensor_from(data, (2,), "float32").fill_(1.0)
     assert data == bytes(8)
+
+
+class Received(bytearray):
+    """A frame that is seen to be freed."""
+
+
+def test_frames_are_free_as_soon_as_the_value_is_dropped() -> None:
+    frames = [Received(frame) for frame in pack((1, {"w": torch.ones(4)}), "it")]
+    alive = [weakref.ref(frame) for frame in frames]
+    gc.disable()  # as within a step
+    try:
+        value = unpack(frames)
+        assert torch.equal(value[1]["w"], torch.ones(4))
+        del value, frames
+        assert not any(one() for one in alive), "a reference cycle keeps them until garbage is collected"
+    finally:
+        gc.enable()

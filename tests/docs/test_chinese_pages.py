@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.chinese_pages import ROOT, code, differences, levels, pages, targets, twin, with_code_of
+from tools.chinese_pages import ROOT, code, differences, levels, pages, same, targets, twin, with_code_of
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -20,6 +20,18 @@ def test_headings_in_code_and_comments_are_left_out() -> None:
     assert levels(text) == [1, 2]
     assert code(text) == code(text.replace("训练", "trains").replace("# two", "# 二"))
     assert code(text) != code(text.replace("mh run", "mh demo"))
+
+
+def test_what_the_demo_prints_may_be_in_chinese_with_the_same_figures() -> None:
+    english = (
+        "```\ncentral storage the batch; 1 weight copy   4,059    25    4,955        0  95.6%\nrank 1, 0.04 s\n```"
+    )
+    chinese = (
+        "```\n集中存储        批次；权重只存一份         4,059    25    4,955        0  95.6%\nrank 1，0.04 秒\n```"
+    )
+    assert same(chinese, english)
+    assert not same(chinese.replace("4,059", "4,058"), english) and not same(chinese.replace("0.04", "0.05"), english)
+    assert not same(chinese.replace("```\n集", "```sh\n集"), english), "code is not translated"
 
 
 def test_a_link_to_a_twin_is_the_same_link() -> None:

@@ -111,6 +111,8 @@ def test_an_example_has_its_head_and_uses_public_names_only(name: str) -> None:
     text = (FOLDER / f"{name}.py").read_text()
     for part in (f"python examples/{name}.py", f"mh run -n 2 examples/{name}.py", "Strategies that make sense"):
         assert part in head(name), part
+    in_chinese = [part for part in head(name).split("\n\n") if re.search("[\u4e00-\u9fff]", part)]
+    assert len(in_chinese) >= 2, "a head in both languages"
     assert len(expected(name)) >= 2
     assert alternatives(name), "the one line to change, in backticks"
     assert text.count(default_strategy(text)) == 1, "one line decides on the strategy"

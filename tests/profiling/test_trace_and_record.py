@@ -68,8 +68,10 @@ def step(number: int, **phases: float) -> StepDone:
     return StepDone(step=number, epoch=0, loss=1.0, rows=8, samples_per_s=1.0, phases=phases, took_s=took)
 
 
-def used(rank: int, **phases: float) -> ResourcesUsed:
-    return ResourcesUsed(rank=rank, step=10, steps=10, seconds=10.0, cpu_s=5.0, peak_rss_bytes=1, phases=phases)
+def used(rank: int, *, steps: int = 10, step: int = 10, **phases: float) -> ResourcesUsed:
+    return ResourcesUsed(
+        rank=rank, step=step, steps=steps, seconds=10.0, cpu_s=5.0, peak_rss_bytes=1, slices=steps, phases=phases
+    )
 
 
 def started() -> RunStarted:
@@ -78,19 +80,35 @@ def started() -> RunStarted:
 
 def test_the_record_of_a_run_shows_where_the_time_went() -> None:
     steps: list[Event] = [step(n, load=0.06, forward=0.01, backward=0.01, reduce=0.01) for n in range(1, 11)]
-    found = times_of([started(), *steps])
+    found = times_of([[started(), *steps]])
     assert found is not None and found.holds_back == "data" and found.steps == 7
     assert found.shares == pytest.approx({"data": 0.6, "exchange": 0.1, "computation": 0.2, "other": 0.1})
     # Worker 0 waits for worker 1, which computes all the time: that is no slow exchange.
-    slow = [used(0, forward=1.0, reduce=8.0), used(1, forward=8.5, reduce=0.5)]
-    found = times_of([started(), *steps, *slow])
-    assert found is not None and found.holds_back == "computation"
+    chief, other = used(0, forward=1.0, reduce=8.0), used(1, forward=8.5, reduce=0.5)
+    for files in ([[started(), *steps, chief], [other]], [[other], [started(), *steps, chief]]):
+        found = times_of(files)
+        assert found is not None and found.holds_back == "computation" and len(found.each) == 2
+    assert found is not None
     assert found.each[0].phases["reduce"] == pytest.approx(0.8) and found.each[0].cores == 0.5
-    assert "worker" in found.text() and "mh profile" in found.text()
+    assert "worker 0, per slice (1 a step): load 0.0 ms, forward 100.0 ms" in found.text()
+    assert "2 workers x 1 thread, mirrored" in found.text() and "mh profile" in found.text()
+
+
+def test_only_reports_of_the_last_call_count_whichever_host_wrote_them() -> None:
+    earlier, later = [step(n, forward=0.1) for n in range(1, 6)], [step(n, forward=0.1) for n in range(6, 11)]
+    chief = [started(), *earlier, used(0, forward=9.0), started(), *later, used(0, forward=1.0, steps=5)]
+    before_restart = used(1, forward=9.0, steps=12, step=12)  # of an attempt that counted from step 1, on another host
+    of_first_call, of_last_call = used(2, forward=9.0, steps=5, step=5), used(1, forward=2.0, steps=5)
+    for files in ([[of_first_call, before_restart], chief, [of_last_call]], [[of_last_call], chief, [before_restart]]):
+        found = times_of(files)
+        assert found is not None
+        assert {one.rank: one.phases["forward"] for one in found.each} == pytest.approx({0: 0.2, 1: 0.4})
 
 
 def test_a_run_without_a_step_on_record_is_refused(tmp_path: Path) -> None:
-    assert times_of([started()]) is None
+    assert times_of([[started()]]) is None
+    assert times_of([[step(1, load=0.1)]]) is not None, "its beginning may be missing"
+    assert times_of([[started()]]) is None, "and nothing of another record is kept"
     (tmp_path / "run.json").write_text('{"run": "r", "created": "2026-01-01T00:00:00+00:00", "status": "failed"}')
     with pytest.raises(UsageError, match="no step on record"):
         read_run_times(tmp_path)

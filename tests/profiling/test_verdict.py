@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.profiling.step_records import StepTimes, WorkerFacts, mean_phases, waiting_by_peer
 from manyhands.profiling.verdict import Round, Way, judge
-from manyhands.trials.bottleneck_search import remedies_for, steps_for, ways_for
+from manyhands.trials.bottleneck_search import remedies_for, step_time, steps_for, ways_for
 
 DATA = Way("data for free", cause="data", removes=True)
 EXCHANGE = Way("no exchange", cause="exchange", removes=True, alone=True)
@@ -99,7 +99,16 @@ def test_remedies_follow_from_what_was_found() -> None:
 
 
 def test_short_steps_are_measured_more_often_and_long_ones_less() -> None:
-    assert steps_for(0.001, 20) == 400 and steps_for(0.1, 20) == 20 and steps_for(5.0, 20) == 4
+    assert steps_for(0.001, 20) == 1501 and steps_for(0.0001, 20) == 4000
+    assert steps_for(0.1, 20) == 20 and steps_for(5.0, 20) == 4
+    assert steps_for(0.1, 20, there_are=13) == 13, "a script of 16 steps has 13 to measure"
+
+
+def test_what_disturbs_a_trial_of_short_steps_for_an_instant_does_not_count() -> None:
+    calm, disturbed = [0.001] * 400, [0.001] * 360 + [0.01] * 40
+    assert step_time(disturbed) == pytest.approx(step_time(calm)) == pytest.approx(0.001)
+    assert step_time([0.1, 0.3]) == pytest.approx(0.2), "few steps: each counts"
+    assert step_time([0.001, 0.003] * 200) == pytest.approx(0.002), "so does what comes back"
 
 
 def test_all_wait_for_the_worker_that_was_busy_longest() -> None:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from manyhands.comm.handed_over import count_handed_over
 from manyhands.events import ResourcesUsed, RunEnded, decode, encode
 from manyhands.observe.event_text import used_lines
 from manyhands.observe.progress_display import make_display
@@ -35,11 +36,13 @@ def busy(seconds: float) -> None:
 def test_a_meter_reports_cores_memory_bytes_and_phases() -> None:
     meter = ResourceMeter(rank=1, world_size=2)
     for _ in range(3):
-        meter.add(StepStats(loss=0.0, rows=4, seconds={"forward": 0.25, "reduce": 0.5}, bytes_sent=100))
+        meter.add(StepStats(loss=0.0, rows=4, seconds={"forward": 0.25, "reduce": 0.5}, bytes_sent=100), slices=2)
+    count_handed_over(9)
     busy(0.05)
     found = meter.used(7, ended=True)
     assert found is not None
     assert (found.rank, found.step, found.steps, found.bytes_sent) == (1, 7, 3, 300)
+    assert (found.slices, found.handed_over) == (6, 9)
     assert found.phases == {"forward": 0.75, "reduce": 1.5}
     assert 0.04 < found.cpu_s <= found.seconds * 64
     assert found.peak_rss_bytes > 10 * MIB
@@ -49,7 +52,7 @@ def test_a_meter_reports_cores_memory_bytes_and_phases() -> None:
 
 def test_what_takes_the_kernel_a_while_is_asked_at_the_end_only() -> None:
     meter = ResourceMeter(rank=0, world_size=2)
-    meter.add(StepStats(loss=0.0, rows=4))
+    meter.add(StepStats(loss=0.0, rows=4), slices=1)
     found = meter.used(1)
     assert found is not None and found.pss_bytes is None
 
@@ -57,7 +60,7 @@ def test_what_takes_the_kernel_a_while_is_asked_at_the_end_only() -> None:
 def test_a_meter_without_a_step_reports_nothing() -> None:
     meter = ResourceMeter(rank=0, world_size=1)
     assert meter.used(0) is None
-    meter.add(StepStats(loss=0.0, rows=4, bytes_sent=100))
+    meter.add(StepStats(loss=0.0, rows=4, bytes_sent=100), slices=1)
     found = meter.used(1)
     assert found is not None and found.bytes_sent == 0, "one worker sends nothing to anybody"
     meter.start()
@@ -79,7 +82,7 @@ def test_loader_processes_count_alive_and_ended() -> None:
     done, seen = context.Event(), context.Event()
     child = context.Process(target=_busy_until, args=(0.3, done, seen))
     meter = ResourceMeter(rank=0, world_size=1)
-    meter.add(StepStats(loss=0.0, rows=4))
+    meter.add(StepStats(loss=0.0, rows=4), slices=1)
     child.start()
     assert done.wait(100)
     alive = meter.used(1)

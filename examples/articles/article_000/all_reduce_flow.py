@@ -4,7 +4,7 @@ Each worker computes a gradient on its own rows; all-reduce sums them, divides, 
 is for networks of any size, and for millions of variables: what is sent grows with the parameters, not with the data.
 The mean must be over rows: here worker 0 has 24 rows and worker 1 has 8, and a mean of means would be wrong.
 
-文章 000 的流程：all-reduce，旁边是一次运行的数字。
+文章 000 的流程：all-reduce，旁边是一次训练的数字。
 
 每个 worker 用自己的样本算梯度，all-reduce 把它们求和、相除，让每个 worker 得到同一个平均值。它适用于任意大小的网络，
 也适用于上百万个变量：传输量取决于参数量，与数据量无关。平均必须按样本数计算：这里 worker 0 有 24 个样本，worker 1 有

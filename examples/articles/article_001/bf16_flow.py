@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from flow_record import Event, Flow, Mark, Step
 
 FLOW = Flow(
-    Step("Choose the type of the run: bf16", "选择这次运行的类型：bf16", Event("RunStarted", ("precision", "workers"))),
+    Step("Choose the type of the run: bf16", "选择这次训练的类型：bf16", Event("RunStarted", ("precision", "workers"))),
     Step("Choose another type for layers that need it", "为有需要的层选择别的类型", Mark("last layer")),
     Step("Keep the weights in fp32, the same on every worker", "权重保存为 fp32，每个 worker 相同", Mark("weights")),
     Step("Compute the other layers in bf16", "其余各层用 bf16 计算", Mark("first layer")),

@@ -7,7 +7,7 @@ batch, 100 examples in batches of 20 are 5 steps, and the losses are those of on
 文章 001 的程序：带 num_workers 的 DataLoader，文中把它当作数据并行。
 
 num_workers 只是启动读取和拼批的进程，梯度仍由一个进程计算。数据并行是把每个批次分给多个都参与计算的 worker。这里同一
-个 DataLoader 供两个 worker 使用：batch_size 仍是全局批次，100 个样本、每批 20 个，一个 epoch 是 5 步，损失与单进程相
+个 DataLoader 供两个 worker 使用：batch_size 仍是全局批次，100 个样本、每批 20 个，一轮是 5 步，损失与单进程相
 同。
 """
 

@@ -3,7 +3,7 @@
 Two workers have the same model, each takes its slice of every batch, gradients are aggregated and every worker makes
 the same update. What is divided is the data: parameters are not, and no worker receives the others' rows.
 
-文章 001 的流程：数据并行的八个步骤，旁边是一次真实运行的记录。
+文章 001 的流程：数据并行的八个步骤，旁边是一次真实训练的记录。
 
 两个 worker 有相同的模型，各取每个批次中自己的切片，梯度聚合后大家做同样的更新。被切分的是数据，不是参数，也没有哪个
 worker 会收到别人的样本。

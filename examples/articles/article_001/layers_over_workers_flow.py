@@ -3,7 +3,7 @@
 The layers are divided over two workers. Slices of a batch pass forward through both parts, and their gradients back;
 they overlap. DistributedDataParallel, which is called model parallel there, divides no model.
 
-文章 001 的流程：按层切分的模型并行，六个步骤，旁边是一次运行中的各次计算。
+文章 001 的流程：按层切分的模型并行，六个步骤，旁边是一次训练中的各次计算。
 
 模型的层分给两个 worker，批次的切片先后经过两个部分，彼此重叠。文中为此用的 DistributedDataParallel 并不切分模型。
 """

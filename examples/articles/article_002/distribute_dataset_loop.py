@@ -7,7 +7,7 @@ steps, for any number of replicas. Per-replica losses are reduced by sum.
 文章 002 的程序：experimental_distribute_dataset，以及在每个副本上运行自定义的训练步。
 
 设备加倍，要么全局批次加倍，要么步数减半，这一点常常没有说清。这里数据集给出的是全局批次，每个副本取其中自己的几行：
-100 个样本、每批 20 个，一个 epoch 总是 5 步，与副本数无关。各副本的损失按和归约。
+100 个样本、每批 20 个，一轮总是 5 步，与副本数无关。各副本的损失按和归约。
 """
 
 import torch

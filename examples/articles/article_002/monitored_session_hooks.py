@@ -8,7 +8,7 @@ nothing.
 文章 002 丢失的代码：MonitoredTrainingSession 和它的钩子，由 chief 保存检查点、写摘要。
 
 文章 002 丢了三段代码，原来的内容我们不知道，这里换成同一主题的程序。钩子负责：到某一步停止、打印损失、遇到 NaN 报错、
-统计每秒步数。checkpoint_dir= 指定运行目录，中断后用同一条命令在那里继续。chief 由运行决定，is_chief 可以写，但不起作
+统计每秒步数。checkpoint_dir= 指定训练目录，中断后用同一条命令在那里继续。chief 由运行决定，is_chief 可以写，但不起作
 用。
 """
 

@@ -49,9 +49,9 @@ def demo(only: Literal["modes", "kill"] | None, run_dir: Path | None, as_json: b
     LC_ALL, LC_MESSAGES or LANG begins with zh.
     """
     started, home = time.monotonic(), run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
-    _make_home(home)
-    environ = environment()
-    talk = _Talk(texts_for(environ, sys.stdout.encoding), as_json)
+    texts = texts_for(environment(), sys.stdout.encoding)
+    _make_home(home, texts)
+    talk = _Talk(texts, as_json)
     report: dict[str, Any] = {"run_dir": str(home), "cores": len(os.sched_getaffinity(0))}
     try:
         with shared_template(default_environment(threads=1)):
@@ -60,7 +60,7 @@ def demo(only: Literal["modes", "kill"] | None, run_dir: Path | None, as_json: b
                 report["modes"] = results
             if only != "modes":
                 talk.where = "kill"
-                report["kill"] = kill_and_resume(home / "kill", talk.texts, talk.say, as_json=as_json)
+                report["kill"] = kill_and_resume(home / "kill", talk, as_json=as_json)
     except (Interrupted, KeyboardInterrupt) as stopped:
         talk.end_progress()
         talk.warn(talk.texts.interrupted.format(where=talk.place(), home=home))
@@ -73,7 +73,7 @@ def demo(only: Literal["modes", "kill"] | None, run_dir: Path | None, as_json: b
     return 1 if any(result.is_wrong for result in report.get("modes", ())) else 0
 
 
-def _make_home(home: Path) -> None:
+def _make_home(home: Path, texts: Texts) -> None:
     """So that what cannot be written is known before anything is started."""
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -82,13 +82,10 @@ def _make_home(home: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise EnvironmentProblem(
-            f"The demo writes its runs to {home}, but cannot: {error.strerror}.",
-            fix=["mh demo --run-dir DIR, with a directory where you may write"],
+            texts.cannot_write.format(home=home, why=error.strerror), fix=[texts.writable]
         ) from error
     if any(home.iterdir()):
-        raise UsageError(
-            f"{home} is not empty, and the demo's runs start anew.", where="--run-dir", fix=[f"--run-dir {home}-2"]
-        )
+        raise UsageError(texts.not_empty.format(home=home), where="--run-dir", fix=[f"--run-dir {home}-2"])
 
 
 class _Talk:
@@ -120,6 +117,15 @@ class _Talk:
         if not self._quiet:
             self.end_progress()
             click.echo(line)
+
+    def run_line(self, line: str) -> None:
+        """What a run reports."""
+        if not self._quiet:
+            self.end_progress()
+            click.echo(line, err=True)
+
+    def progress_line(self, line: str) -> None:
+        self._move(line)
 
     def progress(self, mode: Mode) -> Callable[[int, int], None]:
         self.where = mode.name

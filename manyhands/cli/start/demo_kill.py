@@ -7,9 +7,10 @@ import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from manyhands.cli.start.demo_modes import INTERRUPTED, Interrupted
+from manyhands.cli.start.demo_narration import NarratingDisplay
 from manyhands.cli.start.demo_texts import Texts
 from manyhands.control.messages.failure import Failure
 from manyhands.control.messages.launch_request import Display
@@ -37,27 +38,40 @@ KILL_AT, STOP_AT = 0.3, 0.5
 RECIPE = "manyhands.recipes.digits"
 
 
-def kill_and_resume(home: Path, texts: Texts, say: Callable[[str], None], *, as_json: bool) -> dict[str, Any]:
-    """Run both halves; returns the report. `say` prints between them, when there is no progress bar."""
-    say(texts.kill_title.format(home=home))
-    display = FaultyDisplay(_display(home, 2, as_json), texts, quiet=as_json)
+class Talk(Protocol):
+    """Prints a line between runs, a line of a run, and a line of progress that the next one replaces."""
+
+    texts: Texts
+
+    def say(self, line: str) -> None: ...
+    def run_line(self, line: str) -> None: ...
+    def progress_line(self, line: str) -> None: ...
+
+
+def kill_and_resume(home: Path, talk: Talk, *, as_json: bool) -> dict[str, Any]:
+    """Run both halves; returns the report."""
+    texts = talk.texts
+    talk.say(texts.kill_title.format(home=home))
+    announce = talk.run_line if texts.events else None
+    display = FaultyDisplay(_display(home, 2, talk, as_json), texts, quiet=as_json, announce=announce)
     code = _train(home, 2, display)
     if not display.has_stopped:
-        raise _ended_early(code, home)
+        raise _ended_early(code, home, texts)
     if code != 75:
-        raise EnvironmentProblem(f"The first half ended with exit code {code}, not with 75.", fix=[f"mh logs {home}"])
-    say(texts.stopped.format(step=_last_checkpoint(home)))
-    say(texts.resumes)
-    code = _train(home, 1, FaultyDisplay(_display(home, 1, as_json), texts, quiet=as_json, kill_at=None, stop_at=None))
+        raise EnvironmentProblem(texts.first_half.format(code=code), fix=[f"mh logs {home}"])
+    talk.say(texts.stopped.format(step=_last_checkpoint(home)))
+    talk.say(texts.resumes)
+    inner = _display(home, 1, talk, as_json)
+    code = _train(home, 1, FaultyDisplay(inner, texts, quiet=as_json, kill_at=None, stop_at=None))
     if code != 0:
-        raise _ended_early(code, home)
+        raise _ended_early(code, home, texts)
     return _report(home)
 
 
-def _ended_early(code: int, home: Path) -> Exception:
+def _ended_early(code: int, home: Path, texts: Texts) -> Exception:
     if code in INTERRUPTED:
         return Interrupted(code)
-    return EnvironmentProblem(f"The run ended with exit code {code}.", fix=[f"mh logs {home}"])
+    return EnvironmentProblem(texts.ended.format(code=code), fix=[f"mh logs {home}"])
 
 
 class FaultyDisplay:
@@ -74,8 +88,10 @@ class FaultyDisplay:
         quiet: bool,
         kill_at: float | None = KILL_AT,
         stop_at: float | None = STOP_AT,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         self._inner, self._texts, self._quiet = inner, texts, quiet
+        self._announce = announce or inner.say
         self._kill_at, self._stop_at = kill_at, stop_at
         self._pids: dict[int, int] = {}
         self.has_stopped = False
@@ -91,7 +107,7 @@ class FaultyDisplay:
         if self._kill_at is not None and share >= self._kill_at:
             self._kill_at, victim = None, self._pids[max(self._pids)]
             os.kill(victim, signal.SIGKILL)
-            self.say(self._texts.killed.format(pid=victim))
+            self._announce(self._texts.killed.format(pid=victim))
         elif self._stop_at is not None and share >= self._stop_at:
             self._stop_at, self.has_stopped = None, True
             os.kill(os.getpid(), signal.SIGTERM)
@@ -115,7 +131,9 @@ def _settings(home: Path, workers: int) -> dict[str, Any]:
     return {"workers": workers, "threads": 1, "run_dir": str(home), **several}
 
 
-def _display(home: Path, workers: int, as_json: bool) -> Display:
+def _display(home: Path, workers: int, talk: Talk, as_json: bool) -> Display:
+    if talk.texts.events:
+        return NarratingDisplay(talk.texts.events, talk.run_line, talk.progress_line, quiet=as_json)
     ui = {"ui": "none"} if as_json else {}
     return open_display(resolve(flags=_settings(home, workers) | ui), environment())
 

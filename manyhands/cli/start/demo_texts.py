@@ -39,10 +39,17 @@ class Texts(NamedTuple):
     go_on: str
     notes: tuple[str, str, str]
     """What the three commands at the end are for."""
+    cannot_write: str
+    writable: str
+    not_empty: str
+    ended: str
+    first_half: str
+    events: Mapping[str, str]
+    """Lines of the run in the second part, by event; empty: those of the run's own display."""
 
 
 ENGLISH = Texts(
-    title="One small network on handwritten digits, in ten modes. The runs: {home}",
+    title="One small network on handwritten digits, in ten modes.\nThe runs: {home}",
     columns=("mode", "what is divided", "rows/s", "MB", "KB/step", "distance", "right"),
     labels={
         "single": "single",
@@ -82,7 +89,7 @@ ENGLISH = Texts(
     not_run="did not run here: {why}",
     failed="FAILED: {why}",
     deviates="DEVIATES by {distance}: this mode promises the weights of one process",
-    kill_title="1. Two workers train on handwritten digits. Run directory: {home}",
+    kill_title="1. Two workers train on handwritten digits.\n   Run directory: {home}",
     killed="2. kill -9 {pid}: one worker is dead. The other continues; another starts.",
     stopped="3. SIGTERM has stopped the run at step {step}, with a checkpoint: exit code 75.",
     resumes="4. One worker resumes there; the number of workers does not change the result.",
@@ -103,10 +110,16 @@ ENGLISH = Texts(
     ),
     go_on="It took {seconds:.0f} s, and {cpu_seconds:.0f} s of processor time. Go on with:",
     notes=("what that run did", "a mode once more, with its progress", "a larger network on the same digits"),
+    cannot_write="The demo writes its runs to {home}, but cannot: {why}.",
+    writable="mh demo --run-dir DIR, with a directory where you may write",
+    not_empty="{home} is not empty, and the demo's runs start anew.",
+    ended="The run ended with exit code {code}.",
+    first_half="The first half ended with exit code {code}, not with 75.",
+    events={},
 )
 
 CHINESE = Texts(
-    title="同一个小网络、同一份手写数字，用十种方式训练。记录在 {home}",
+    title="同一个小网络、同一份手写数字，用十种方式训练。\n记录在 {home}",
     columns=("方式", "划分什么", "行/秒", "MB", "KB/步", "偏差", "正确率"),
     labels={
         "single": "单进程",
@@ -144,7 +157,7 @@ CHINESE = Texts(
     not_run="本机不能运行：{why}",
     failed="失败：{why}",
     deviates="偏差 {distance}，超出了限度：这种方式本应得到单进程的权重",
-    kill_title="1. 两个 worker 训练手写数字。训练目录：{home}",
+    kill_title="1. 两个 worker 训练手写数字。\n   训练目录：{home}",
     killed="2. kill -9 {pid}：一个 worker 挂了。另一个继续训练，替补正在启动。",
     stopped="3. SIGTERM 让训练停在第 {step} 步，并已保存检查点：退出码 75。",
     resumes="4. 由一个 worker 从那里接着训练；worker 的数量不影响结果。",
@@ -164,6 +177,23 @@ CHINESE = Texts(
     ),
     go_on="共用 {seconds:.0f} 秒，其中处理器时间 {cpu_seconds:.0f} 秒。接下来可以试：",
     notes=("看那次训练做了什么", "把其中一种方式再跑一遍，带进度显示", "同样的数字，换一个大些的网络"),
+    cannot_write="演示的训练要写到 {home}，但写不了：{why}。",
+    writable="mh demo --run-dir DIR，换一个可以写的目录",
+    not_empty="{home} 不是空目录，而演示的训练都要从头开始。",
+    ended="训练以退出码 {code} 结束。",
+    first_half="前一半训练的退出码是 {code}，应该是 75。",
+    events={
+        "LaunchStarted": "正在启动 {workers} 个 worker，导入 torch …",
+        "RunStarted": "{workers} 个 worker 开始训练，共 {total_steps} 步；记录写在 {run}",
+        "StepDone": "第 {step}/{total_steps} 步  损失 {loss:.4f}  每秒 {samples_per_s:.0f} 行",
+        "WorkerLost": "丢失 {host} 上的 rank {rank}（pid {pid}）：{reason}",
+        "GenerationStarted": "由 {workers} 个 worker 继续训练（世代 {generation}）",
+        "CheckpointSaved": "已保存第 {step} 步的检查点（{num_bytes}，用时 {seconds:.2g} 秒）",
+        "Resumed": "从第 {step} 步的检查点恢复：{path}",
+        "Evaluated": "在第 {step} 步用 {rows} 个样本评估",
+        "RunEnded": "训练完成，共 {step} 步",
+        "RunEndedEarly": "训练停在第 {step} 步，退出码 {exit_code}",
+    },
 )
 
 

@@ -67,17 +67,15 @@ class Stack(dict[Node, T]):
 
 def finish(partials: Mapping[Node, T], count: int, add: Callable[[T, T], T], top: Node | None = None) -> T:
     """The sum over all slices, or those below `top`, from partial sums that cover each of them once."""
-
-    def value(node: Node) -> T:
-        if node in partials:
-            return partials[node]
-        level, k = node
-        left = value((level - 1, 2 * k))
-        if (2 * k + 1) << (level - 1) >= count:
-            return left
-        return add(left, value((level - 1, 2 * k + 1)))
-
-    return value(root(count) if top is None else top)
+    node = root(count) if top is None else top
+    if node in partials:
+        return partials[node]
+    level, k = node
+    # Not a recursive function in here: it would refer to itself, and keep the gradients until garbage is collected.
+    left = finish(partials, count, add, (level - 1, 2 * k))
+    if (2 * k + 1) << (level - 1) >= count:
+        return left
+    return add(left, finish(partials, count, add, (level - 1, 2 * k + 1)))
 
 
 def program(nodes: Sequence[Node], count: int, top: Node | None = None) -> bytes:

@@ -22,7 +22,16 @@ from manyhands.training.setup.divide_model import Sample
 from manyhands.training.setup.user_model import Parts
 from manyhands.training.worker.strategy_lookup import Planned
 
-__all__ = ["ask_for_plan", "ask_script", "last_words", "write_plan"]
+__all__ = ["WAYS_TO_TRAIN", "ask_for_plan", "ask_script", "last_words", "write_plan"]
+
+WAYS_TO_TRAIN = (
+    "mh.Trainer(model, loss, optimizer).fit(data)",
+    "hands = mh.join(), for a loop of your own or DDP's: docs/migration.md",
+    "with manyhands.distribute.MirroredStrategy().scope(): around a Keras model and its compile()",
+)
+"""What a script may do so that manyhands sees its steps."""
+OF_A_TORCHRUN_SCRIPT = "env:// rendezvous"
+"""Of the error of `init_process_group` where no launcher has set RANK: not the mistake, but that it needs one."""
 
 
 class _PlanAnswered(msgspec.Struct):
@@ -79,7 +88,9 @@ def ask_script(
             raise TrainingFailed(f"The script {missing} within {timeout_s:g} s.", fix=fix) from None
         if not path.exists():
             last = last_words(ended.stderr.decode(errors="replace"))
-            raise TrainingFailed("\n  ".join([f"The script {missing}.", *last]))
+            own_error = ended.returncode and not any(OF_A_TORCHRUN_SCRIPT in line for line in last)
+            fixes = [] if own_error else list(WAYS_TO_TRAIN)
+            raise TrainingFailed("\n  ".join([f"The script {missing}.", *last]), fix=fixes)
         return path.read_bytes()
 
 

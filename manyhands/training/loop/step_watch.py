@@ -76,7 +76,8 @@ class StepWatch:
                 turn=getattr(step, "turn", None),
             )
         )
-        self._meter.add(stats)
+        is_leased = stats.staleness is not None  # then any worker computes a slice
+        self._meter.add(stats, 0 if is_leased else len(step.indices))
         if self._meter.due(now):
             self._report_used()
         verdict = self._pacing.add(step.shares, self._training.slices, stats.times)

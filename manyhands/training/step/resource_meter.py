@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from manyhands.comm.handed_over import bytes_handed_over
 from manyhands.events import ResourcesUsed
 from manyhands.strategies.base import StepStats
 
@@ -46,11 +47,14 @@ class ResourceMeter:
     def start(self) -> None:
         self._started_at, self._cpu_s = time.perf_counter(), _cpu_s()
         self._due_at = self._started_at + EVERY_S
-        self._steps = self._bytes_sent = 0
+        self._steps = self._bytes_sent = self._slices = 0
+        self._handed_over = bytes_handed_over()
         self._phases: dict[str, float] = {}
 
-    def add(self, stats: StepStats) -> None:
+    def add(self, stats: StepStats, slices: int) -> None:
+        """A step is done, of which this worker computed so many slices."""
         self._steps += 1
+        self._slices += slices
         if not self._alone:  # a single worker sends nothing
             self._bytes_sent += stats.bytes_sent
         for phase, seconds in stats.seconds.items():
@@ -80,6 +84,8 @@ class ResourceMeter:
             predicted_bytes=self.predicted.total if self.predicted is not None else None,
             predicted_phase=self.predicted.largest if self.predicted is not None else "",
             phases=dict(self._phases),
+            handed_over=bytes_handed_over() - self._handed_over,
+            slices=self._slices,
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,3 +45,19 @@ def test_a_worker_with_an_aligned_block_holds_one_partial_sum() -> None:
 def test_partial_sums_stay_few(count: int, low: int, high: int) -> None:
     held = nodes_of(range(min(low, count), min(high, count)), count)
     assert len(held) <= max(1, 2 * root(count)[0])
+
+
+class Gradient:
+    """A value that is seen to be freed."""
+
+
+def test_partial_sums_are_free_as_soon_as_they_are_added_up() -> None:
+    partials = {(0, v): Gradient() for v in range(3)}
+    alive = weakref.WeakSet(partials.values())
+    gc.disable()  # as within a step
+    try:
+        finish(partials, 3, add=lambda a, b: b)
+        del partials
+        assert not alive, "a reference cycle keeps the gradients of a step until garbage is collected"
+    finally:
+        gc.enable()
