@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import manyhands.distribute.mixed_precision as mixed_precision
     import manyhands.distribute.train as train
     from manyhands.distribute.gradient_tape import GradientTape as GradientTape
+    from manyhands.distribute.gradient_tape import UnconnectedGradients as UnconnectedGradients
     from manyhands.distribute.gradient_tape import compute_average_loss as compute_average_loss
     from manyhands.distribute.gradient_tape import function as function
     from manyhands.distribute.gradient_tape import scale_regularization_loss as scale_regularization_loss
@@ -53,6 +54,7 @@ _HOME = {
     "ReplicaContext": "replicas",
     "Server": "train.cluster",
     "Strategy": "strategies",
+    "UnconnectedGradients": "gradient_tape",
     "compute_average_loss": "gradient_tape",
     "function": "gradient_tape",
     "get_replica_context": "replicas",
@@ -102,6 +104,7 @@ __all__ = [
     "ReplicaContext",
     "Server",
     "Strategy",
+    "UnconnectedGradients",
     "cluster_resolver",
     "compute_average_loss",
     "coordinator",
