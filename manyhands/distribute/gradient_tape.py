@@ -20,6 +20,7 @@ from torch import Tensor
 from manyhands.distribute.replicas import get_replica_context, get_strategy
 from manyhands.distribute.train.notices import refuse_unknown, say_once
 from manyhands.errors import NotHere, SpecError, UsageError
+from manyhands.spec.keyword_check import checked_class, checked_keywords
 from manyhands.torch_private import pytree
 
 __all__ = ["GradientTape", "UnconnectedGradients", "compute_average_loss", "function", "scale_regularization_loss"]
@@ -42,10 +43,12 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
+@checked_class()
 class GradientTape:
     """`gradient(loss, variables)`: the gradients of this replica, by `torch.autograd.grad`.
 
-    Where another tape records, gradients are recorded, too: that tape can differentiate them, as a gradient penalty needs.
+    Where another tape records, gradients are recorded, too, for that tape to differentiate, as for a gradient
+    penalty.
 
     Args:
         persistent: Keep what backward needs, so that `gradient` may be called again.
@@ -54,7 +57,9 @@ class GradientTape:
 
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
         refuse_unknown(
-            "GradientTape", {} if watch_accessed_variables else {"watch_accessed_variables": False}, ["persistent"]
+            "GradientTape",
+            {} if watch_accessed_variables else {"watch_accessed_variables": False},
+            ["persistent", "watch_accessed_variables"],
         )
         self._persistent, self._used = persistent, False
         self._overlaps = False
@@ -325,7 +330,7 @@ def function(func: Callable[..., Any] | None = None, **options: Any) -> Any:
     refuse_unknown(
         "function",
         {name: value for name, value in options.items() if name not in harmless and value not in (None, False)},
-        ["torch.compile(function), for jit_compile"],
+        [*harmless, "func"],
     )
     if func is None:
         return functools.partial(function, **options)
@@ -333,6 +338,7 @@ def function(func: Callable[..., Any] | None = None, **options: Any) -> Any:
     return func
 
 
+@checked_keywords
 def compute_average_loss(
     per_example_loss: Tensor, sample_weight: Tensor | None = None, global_batch_size: int | None = None
 ) -> Tensor:
@@ -348,6 +354,7 @@ def compute_average_loss(
     return losses.sum() / size
 
 
+@checked_keywords
 def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
     """A loss of the weights, which every replica has, over the number of replicas.
 

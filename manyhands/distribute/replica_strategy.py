@@ -31,6 +31,7 @@ from manyhands.distribute.replicas import (
 )
 from manyhands.distribute.train.notices import refuse_unknown
 from manyhands.errors import NotHere, SpecError, UsageError
+from manyhands.spec.keyword_check import checked_class
 
 __all__ = ["ReplicaStrategy"]
 
@@ -38,6 +39,7 @@ LOOP_SETTINGS = ("seed", "run_dir")
 """Settings of `mh.join` that a custom loop can keep; the others are about steps that we take."""
 
 
+@checked_class(name="strategy")
 class ReplicaStrategy:
     """What all strategies have beside their scope. `choice` is our strategy, `joined` the settings of `mh.join`."""
 
@@ -99,7 +101,7 @@ class ReplicaStrategy:
             kwargs: Its keyword arguments.
             options: Only None.
         """
-        refuse_unknown("run", {} if options is None else {"options": options}, ["args", "kwargs"])
+        _refuse_options("run", options)
         exchange = self._replicas()
         if current_context() is not None:
             raise UsageError("run was called inside of a run.", where="strategy.run", fix=["call the function itself"])
@@ -170,7 +172,9 @@ class ReplicaStrategy:
                 DataLoader, a list, a dataset that is batched.
             options: Only None.
         """
-        refuse_unknown("experimental_distribute_dataset", {} if options is None else {"options": options}, ["dataset"])
+        refuse_unknown(
+            "experimental_distribute_dataset", {} if options is None else {"options": options}, ["dataset", "options"]
+        )
         return GlobalBatches(dataset, self._replicas, self._data_randomness)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any = None) -> Any:
@@ -181,17 +185,23 @@ class ReplicaStrategy:
                 (train, test).
             options: Only None.
         """
-        refuse_unknown("distribute_datasets_from_function", {} if options is None else {"options": options}, ["fn"])
-        replicas = self._replicas()
-        context = PipelineContext(
-            worker=replicas.rank, num_workers=replicas.size, slices=(replicas.rank,), num_slices=replicas.size
+        refuse_unknown(
+            "distribute_datasets_from_function",
+            {} if options is None else {"options": options},
+            ["dataset_fn", "options"],
         )
+        replicas = self._replicas()
+        context = PipelineContext(num_input_pipelines=replicas.size, input_pipeline_id=replicas.rank)
         made = dataset_fn(context) if inspect.signature(dataset_fn).parameters else dataset_fn()
         if isinstance(made, tuple):
             return tuple(OwnBatches(one, self._replicas) for one in made)
         return OwnBatches(made, self._replicas)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+
+def _refuse_options(call: str, options: Any) -> None:
+    refuse_unknown(f"strategy.{call}", {} if options is None else {"options": options}, ["options"])
 
 
 def _check_axis(value: Tensor, axis: int | None, where: str) -> None:

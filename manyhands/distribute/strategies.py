@@ -6,6 +6,7 @@ at `AdaptedStrategy`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +18,7 @@ from manyhands.distribute.replica_strategy import ReplicaStrategy, entered
 from manyhands.distribute.train.notices import not_here
 from manyhands.distribute.train.placement import torch_device
 from manyhands.errors import SpecError
+from manyhands.spec.keyword_check import checked_class, suggested
 
 __all__ = [
     "AdaptedStrategy",
@@ -60,24 +62,24 @@ NOT_HERE = {
 }
 
 
-def _known(owner: str, kind: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def _known(owner: str, kind: Any, own: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, without TensorFlow's options that are None; `SpecError` for one that nothing here acts on."""
     given = {name: value for name, value in settings.items() if name not in OPTIONS or value is not None}
+    known = list(dict.fromkeys([*own, *sorted({*kind.__struct_fields__, *JOINED})]))
     for name in given:
         if name not in JOINED and name not in kind.__struct_fields__:
-            raise SpecError(
-                f"{owner} has no option {name!r} here.",
-                where=owner,
-                fix=[OPTIONS.get(name, f"{name} is not among: {', '.join(sorted(kind.__struct_fields__))}")],
-            )
+            guess, fix = suggested(name, known) if name not in OPTIONS else ("", [OPTIONS[name]])
+            raise SpecError(f"{owner} has no option {name!r} here.{guess}", where=owner, fix=fix)
     return given
 
 
+@checked_class(name="strategy")
 class AdaptedStrategy(ReplicaStrategy):
     """A strategy of ours under TensorFlow's name. It joins the run at its first use."""
 
     def __init__(self, kind: Any, settings: dict[str, Any]) -> None:
-        settings = _known(type(self).__name__, kind, settings)
+        own = [name for name in inspect.signature(type(self)).parameters if name not in ("kind", "settings")]
+        settings = _known(type(self).__name__, kind, own, settings)
         self.joined = {name: value for name, value in settings.items() if name in JOINED}
         self.choice = kind(**{name: value for name, value in settings.items() if name not in JOINED})
         """The strategy object of ours."""
@@ -114,6 +116,7 @@ class AdaptedStrategy(ReplicaStrategy):
         return entered(self, self._scope)
 
 
+@checked_class()
 class MirroredStrategy(AdaptedStrategy):
     """`mh.Mirrored`: a replica of the model per worker of this host, one for each of `devices`.
 
@@ -126,6 +129,7 @@ class MirroredStrategy(AdaptedStrategy):
         super().__init__(mh.Mirrored, settings)
 
 
+@checked_class()
 class MultiWorkerMirroredStrategy(AdaptedStrategy):
     """`mh.Mirrored` over hosts: the cluster is that of `mh run`, of TF_CONFIG, or of the resolver."""
 
@@ -139,6 +143,7 @@ class MultiWorkerMirroredStrategy(AdaptedStrategy):
         return self._resolver or run_resolver(self)
 
 
+@checked_class()
 class ParameterServerStrategy(AdaptedStrategy):
     """`mh.ParameterServer`: servers have the weights, and lease slices to workers, by default asynchronously."""
 
@@ -152,6 +157,7 @@ class ParameterServerStrategy(AdaptedStrategy):
         return self._resolver or run_resolver(self)
 
 
+@checked_class()
 class CentralStorageStrategy(AdaptedStrategy):
     """`mh.CentralStorage`: one copy of the weights in host memory, which the workers share."""
 
@@ -159,6 +165,7 @@ class CentralStorageStrategy(AdaptedStrategy):
         super().__init__(mh.CentralStorage, settings)
 
 
+@checked_class()
 class OneDeviceStrategy(AdaptedStrategy):
     """`mh.Single`: one worker, on `device`, by TensorFlow's name or torch's."""
 

@@ -83,7 +83,9 @@ def test_two_tapes_that_recorded_the_same_operations_may_both_be_asked() -> None
         disc_loss = fake.square().mean() + (judge(real) - 1).square().mean()
     of_maker = gen_tape.gradient(gen_loss, list(maker.parameters()))
     of_judge = disc_tape.gradient(disc_loss, list(judge.parameters()))
-    torch.testing.assert_close(of_maker, list(torch.autograd.grad(gen_loss, list(maker.parameters()), retain_graph=True)))
+    torch.testing.assert_close(
+        of_maker, list(torch.autograd.grad(gen_loss, list(maker.parameters()), retain_graph=True))
+    )
     torch.testing.assert_close(of_judge, list(torch.autograd.grad(disc_loss, list(judge.parameters()))))
 
 

@@ -159,6 +159,6 @@ def test_every_name_is_there() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(getattr(tf_distribute, name) is not None for name in tf_distribute.__all__)
-    assert tf_distribute.InputContext(worker=1, num_workers=2).get_per_replica_batch_size(8) == 4
+    assert tf_distribute.InputContext(num_input_pipelines=2, input_pipeline_id=1).get_per_replica_batch_size(8) == 4
     with pytest.raises(SpecError, match="does not divide"):
-        tf_distribute.InputContext(num_workers=3).get_per_replica_batch_size(8)
+        tf_distribute.InputContext(num_input_pipelines=3).get_per_replica_batch_size(8)

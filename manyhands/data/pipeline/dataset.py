@@ -56,12 +56,14 @@ from manyhands.data.pipeline.views import ENDLESS
 from manyhands.data.sources.columns import ColumnTable, is_array
 from manyhands.data.sources.file_formats import ENDINGS
 from manyhands.errors import DataError
+from manyhands.spec.keyword_check import checked_class
 
 __all__ = ["Dataset"]
 
 _FULL: Literal["full"] = "full"
 
 
+@checked_class()
 class Dataset:
     """Data as a chain of steps, as in tf.data, for `fit`, `evaluate`, `predict` and `hands.batches`.
 

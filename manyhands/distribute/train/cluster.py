@@ -12,6 +12,7 @@ from typing import Any
 import manyhands as mh
 from manyhands.distribute.train.notices import refuse_unknown
 from manyhands.errors import ClusterError, NotHere
+from manyhands.spec.keyword_check import checked_class
 
 __all__ = ["ClusterSpec", "Server", "Target"]
 
@@ -22,6 +23,7 @@ UNUSED = {"protocol": "grpc", "config": None, "start": True}
 _NONE = object()
 
 
+@checked_class()
 class ClusterSpec(mh.ClusterSpec):
     """`mh.ClusterSpec`, from a dict or from pairs, with any job names.
 
@@ -76,6 +78,7 @@ class Target(str):
     server: Server
 
 
+@checked_class()
 class Server:
     """`mh.Server`: this process as one task of the cluster. Pass `server.target` to the session.
 
@@ -90,7 +93,7 @@ class Server:
         self, server_or_cluster_def: Any, job_name: str | None = None, task_index: int | None = None, **options: Any
     ) -> None:
         unused = {name: value for name, value in options.items() if UNUSED.get(name, _NONE) != value}
-        refuse_unknown("Server", unused, ["job_name", "task_index"])
+        refuse_unknown("Server", unused, ["server_or_cluster_def", "job_name", "task_index", *UNUSED])
         cluster = (
             server_or_cluster_def
             if isinstance(server_or_cluster_def, ClusterSpec)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from manyhands.errors import NotHere, SpecError
+from manyhands.spec.keyword_check import suggested
 
 __all__ = ["forget_notices", "not_here", "refuse_unknown", "say_once"]
 
@@ -43,11 +44,9 @@ def not_here(name: str, instead: Mapping[str, tuple[str, str]]) -> NotHere:
     return NotHere(f"{name} has no meaning here: {why}.", fix=[fix])
 
 
-def refuse_unknown(owner: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """`SpecError` for options of a TensorFlow name that nothing here acts on."""
+def refuse_unknown(owner: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    """`SpecError` for options of a TensorFlow name that nothing here acts on; `known` are those that it has."""
     for option in options:
-        raise SpecError(
-            f"{owner} has no option {option!r} here.",
-            where=owner,
-            fix=[f"{one}=..." for one in known] or ["no options"],
-        )
+        others = [one for one in known if one != option]
+        guess, fix = ("", [f"no {option}="]) if option in known else suggested(option, others)
+        raise SpecError(f"{owner} has no option {option!r} here.{guess}", where=owner, fix=fix)
