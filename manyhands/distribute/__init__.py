@@ -7,7 +7,6 @@ Start reading at `replica_strategy.ReplicaStrategy` for loops, at `strategies` f
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -76,21 +75,14 @@ NOT_HERE = {
     "ReductionToOneDevice": ("the run chooses how gradients are summed", "leave out cross_device_ops"),
     "RunOptions": ("functions run eagerly", "leave out options"),
     "StrategyExtended": ("strategies are extended by engines of manyhands", "docs/architecture.md, a strategy"),
+    "InputReplicationMode": ("each worker has a pipeline of its data", "leave out input_replication_mode"),
     "TPUStrategy": ("torch on TPUs is another library, which is not used", "MirroredStrategy()"),
+    "experimental_set_strategy": ("a scope ends where its block ends", "with strategy.scope():"),
     "placeholder": ("there is no graph to feed", "a function's arguments"),
 }
 """Names that mean nothing here: why, and what to write instead."""
 
 MISSPELT = "MultiWorkerMirroredStrategy"
-
-
-def close_to(name: str, wanted: str) -> bool:
-    """Whether a name is this one with a letter or two wrong, as in printed programs; other errors stay errors."""
-    alike = difflib.SequenceMatcher(None, name.lower(), wanted.lower()).ratio()
-    return name.startswith("M") and alike >= MISSPELT_RATIO
-
-
-MISSPELT_RATIO = 0.9
 
 __all__ = [
     "CentralStorageStrategy",
@@ -127,10 +119,11 @@ if not TYPE_CHECKING:
             return importlib.import_module(f"{__name__}.{name}")
         if name in NOT_HERE:
             raise importlib.import_module(f"{__name__}.train.notices").not_here(name, NOT_HERE)
-        if name not in _HOME and close_to(name, MISSPELT):
-            importlib.import_module(f"{__name__}.train.notices").say_once(f"{name} is taken for {MISSPELT}.")
-            return __getattr__(MISSPELT)
         if name not in _HOME:
+            notices = importlib.import_module(f"{__name__}.train.notices")
+            if notices.is_misspelt(name, MISSPELT):
+                notices.say_once(f"{name} is taken for {MISSPELT}.")
+                return __getattr__(MISSPELT)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         called = _CALLED.get(name, name)
         value = lazy_names.find(__name__, {called: f"distribute.{_HOME[name]}"}, called)

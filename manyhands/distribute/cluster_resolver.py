@@ -88,7 +88,7 @@ class SimpleClusterResolver:
         if job is None:
             return ""
         index = (self.task_id if task_id is None else task_id) or 0
-        return self._spec.task_address(self._spec.job_of.get(job, job), index)
+        return self._spec.task_address(job, index)
 
 
 @checked_class()
@@ -129,7 +129,7 @@ class NoTasks(ClusterSpec):
     """The cluster of a run whose workers have no addresses: it has no jobs."""
 
     def __init__(self) -> None:
-        self.job_of, self._jobs = {}, {}
+        self.job_of, self._jobs, self.unknown = {}, {}, []
 
 
 class RunResolver:

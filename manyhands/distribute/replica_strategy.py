@@ -53,6 +53,8 @@ class ReplicaStrategy:
         if self._exchange is None:
             self._check_loop()
             self._exchange = ReplicaExchange(lambda: mh.join(self.choice, **self.joined))
+            if isinstance(self.choice, mh.CentralStorage):
+                self._exchange.share_weights()
             self._randomness = DataRandomness(torch.initial_seed())  # that of the run
         return self._exchange
 
@@ -62,12 +64,23 @@ class ReplicaStrategy:
         return self._randomness
 
     def _check_loop(self) -> None:
-        if not isinstance(self.choice, mh.Mirrored | mh.Single):
+        if isinstance(self.choice, mh.ParameterServer):
+            raise NotHere(
+                f"{type(self).__name__} has no replicas to run, reduce or gather over: servers have the weights, which "
+                "change with every worker's push, and a function of yours says neither when to fetch nor when to push.",
+                where="strategy.run",
+                fix=[
+                    "model.fit, which TensorFlow's guide uses under parameter servers, too",
+                    "coordinator.ClusterCoordinator(strategy).schedule(step), with ctx.variables and ctx.add in step",
+                    'MirroredStrategy(), or mode="sync" with mh.join, for steps that all workers take together',
+                ],
+            )
+        if not isinstance(self.choice, mh.Mirrored | mh.Single | mh.CentralStorage):
             raise NotHere(
                 f"{type(self).__name__}.run would compute on replicas, and mh.{type(self.choice).__name__} keeps the "
                 "weights elsewhere: only its own steps know where.",
                 where="strategy.run",
-                fix=["MirroredStrategy()", "model.fit, mh.Trainer or mh.join", "coordinator.ClusterCoordinator"],
+                fix=["MirroredStrategy()", "model.fit, mh.Trainer or mh.join"],
             )
         for name, value in self.joined.items():
             if name not in LOOP_SETTINGS:
@@ -76,13 +89,21 @@ class ReplicaStrategy:
                     where=type(self).__name__,
                     fix=[f"no {name}=", "model.fit, mh.Trainer or mh.join"],
                 )
-        for name in ("elastic", "reducer"):
-            if getattr(self.choice, name, None) is not None:
-                raise SpecError(
-                    f"{name}= is not for a loop with strategy.run: its replicas are fixed, their gradients summed.",
-                    where=type(self).__name__,
-                    fix=[f"no {name}=", "model.fit, mh.Trainer or mh.join"],
-                )
+        if getattr(self.choice, "elastic", None) is not None:
+            raise SpecError(
+                "elastic= is not for a loop with strategy.run: its replicas are fixed, and a lost one takes with it "
+                "what only your loop could compute again.",
+                where=type(self).__name__,
+                fix=["no elastic=", "model.fit, mh.Trainer or mh.join"],
+            )
+        reducer = getattr(self.choice, "reducer", None)
+        if isinstance(reducer, str) and reducer != "exact":
+            raise SpecError(
+                f"reducer={reducer!r} is how our steps send gradients, and in a loop with strategy.run you take the "
+                "steps: they are sent exactly.",
+                where=type(self).__name__,
+                fix=["no reducer=", "a function of one parameter's gradients", "model.fit, mh.Trainer or mh.join"],
+            )
 
     # ---- computing -------------------------------------------------------------------------------------------
 
@@ -108,7 +129,8 @@ class ReplicaStrategy:
         context = ReplicaContext(self, exchange)
         enter_strategy(self, context)
         try:
-            with merging(exchange):
+            reducer = getattr(self.choice, "reducer", None)
+            with merging(exchange, reducer if callable(reducer) else None):
                 return fn(*args, **(kwargs or {}))
         finally:
             leave_strategy(context)

@@ -113,6 +113,8 @@ def test_strategies_are_ours_under_tensorflows_names() -> None:
     assert isinstance(tf_distribute.CentralStorageStrategy().choice, mh.CentralStorage)
     kinds = tf_distribute.experimental
     assert kinds.MultiWorkerMirroredStrategy is tf_distribute.MultiWorkerMirroredStrategy
+    assert kinds.MirroredStrategy is tf_distribute.MirroredStrategy
+    assert kinds.OneDeviceStrategy is tf_distribute.OneDeviceStrategy
     assert kinds.CentralStorageStrategy is tf_distribute.CentralStorageStrategy
     assert kinds.coordinator.ClusterCoordinator is tf_distribute.coordinator.ClusterCoordinator
     with pytest.raises(SpecError, match="no parameter servers"):

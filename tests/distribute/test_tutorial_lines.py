@@ -86,6 +86,7 @@ def test_the_options_of_a_configuration_act_when_they_are_set_as_attributes() ->
 def test_a_misprint_of_the_longest_name_is_understood_and_said(name: str) -> None:
     with pytest.warns(UserWarning, match="is taken for MultiWorkerMirroredStrategy"):
         assert getattr(tf_distribute, name) is tf_distribute.MultiWorkerMirroredStrategy
+    assert getattr(experimental, name) is tf_distribute.MultiWorkerMirroredStrategy
     with pytest.raises(AttributeError):
         _ = tf_distribute.MirrorStrategy  # type: ignore[attr-defined]
 

@@ -103,6 +103,16 @@ _RECORDS = "data is in files and arrays, not in records of TensorFlow"
 _QUEUES = "there is no graph of queues"
 _ADAM = "torch adds its epsilon at another place, so results would differ slightly"
 NOT_HERE = {
+    "ClusterDef": ("clusters are given in code", "ClusterSpec(...)"),
+    "ExponentialMovingAverage": ("averages of weights are torch's or Keras's", "torch.optim.swa_utils, use_ema=True"),
+    "LooperThread": ("threads are Python's", "threading.Thread, and coord.should_stop()"),
+    "ServerDef": ("servers are given in code", "Server(cluster, job_name=, task_index=)"),
+    "checkpoint_exists": ("paths are files", "pathlib.Path(path).exists()"),
+    "get_checkpoint_state": ("checkpoints are in a directory of the run", "latest_checkpoint(directory)"),
+    "input_producer": ("there is no graph of queues", "mh.Dataset.from_tensor_slices(...)"),
+    "list_variables": ("files are safetensors", "safetensors.safe_open(path), mh ckpt show"),
+    "load_checkpoint": ("files are safetensors", "Saver(model).restore(None, path)"),
+    "slice_input_producer": ("there is no graph of queues", "mh.Dataset.from_tensor_slices(...)"),
     "AdamOptimizer": (_ADAM, "minimize(..., optimizer=lambda params: torch.optim.Adam(params, lr=1e-3))"),
     "RMSPropOptimizer": (_ADAM, "minimize(..., optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-3))"),
     "AdadeltaOptimizer": (

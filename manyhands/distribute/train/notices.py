@@ -5,6 +5,7 @@ Start reading at `say_once`.
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
 from collections.abc import Collection, Mapping
@@ -13,8 +14,9 @@ from typing import Any
 from manyhands.errors import NotHere, SpecError
 from manyhands.spec.keyword_check import suggested
 
-__all__ = ["forget_notices", "not_here", "refuse_unknown", "say_once"]
+__all__ = ["forget_notices", "is_misspelt", "not_here", "refuse_unknown", "say_once"]
 
+MISSPELT_RATIO = 0.9
 _said: set[str] = set()
 
 
@@ -42,6 +44,12 @@ def not_here(name: str, instead: Mapping[str, tuple[str, str]]) -> NotHere:
     """The error for a name of TensorFlow in `instead`, which has why, and what to write."""
     why, fix = instead[name]
     return NotHere(f"{name} has no meaning here: {why}.", fix=[fix])
+
+
+def is_misspelt(name: str, wanted: str) -> bool:
+    """Whether a name is this one with a letter or two wrong, as in printed programs; other errors stay errors."""
+    alike = difflib.SequenceMatcher(None, name.lower(), wanted.lower()).ratio()
+    return name[:1] == wanted[:1] and alike >= MISSPELT_RATIO
 
 
 def refuse_unknown(owner: str, options: Mapping[str, Any], known: Collection[str]) -> None:

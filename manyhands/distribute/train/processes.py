@@ -36,7 +36,8 @@ class TFCluster(Cluster):
 
     def __init__(self, cluster: mh.ClusterSpec | Mapping[str, Any], **options: Any) -> None:
         _check_options("TFCluster", Cluster, ("cluster",), options)
-        self.cluster_spec = spec = cluster if isinstance(cluster, mh.ClusterSpec) else ClusterSpec(cluster)
+        self.cluster_spec = cluster if isinstance(cluster, mh.ClusterSpec) else ClusterSpec(cluster)
+        spec = ClusterSpec(self.cluster_spec).in_our_names()
         count = {job: spec.num_tasks(job) for job in spec.jobs}
         for job in spec.jobs:
             for index in spec.task_indices(job):
