@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import manyhands.distribute.experimental as experimental
     import manyhands.distribute.mixed_precision as mixed_precision
     import manyhands.distribute.train as train
+    from manyhands.data.pipeline.signature import TensorSpec as TensorSpec
     from manyhands.distribute.gradient_tape import GradientTape as GradientTape
     from manyhands.distribute.gradient_tape import UnconnectedGradients as UnconnectedGradients
     from manyhands.distribute.gradient_tape import compute_average_loss as compute_average_loss
@@ -42,25 +43,26 @@ if TYPE_CHECKING:
     Server = train.Server
 
 _HOME = {
-    "CentralStorageStrategy": "strategies",
-    "GradientTape": "gradient_tape",
-    "InputContext": "replicas",
-    "MirroredStrategy": "strategies",
-    "MultiWorkerMirroredStrategy": "strategies",
-    "OneDeviceStrategy": "strategies",
-    "ParameterServerStrategy": "strategies",
-    "ReduceOp": "replicas",
-    "ReplicaContext": "replicas",
-    "Server": "train.cluster",
-    "Strategy": "strategies",
-    "UnconnectedGradients": "gradient_tape",
-    "compute_average_loss": "gradient_tape",
-    "function": "gradient_tape",
-    "get_replica_context": "replicas",
-    "get_strategy": "replicas",
-    "has_strategy": "replicas",
-    "in_cross_replica_context": "replicas",
-    "scale_regularization_loss": "gradient_tape",
+    "CentralStorageStrategy": "distribute.strategies",
+    "GradientTape": "distribute.gradient_tape",
+    "InputContext": "distribute.replicas",
+    "MirroredStrategy": "distribute.strategies",
+    "MultiWorkerMirroredStrategy": "distribute.strategies",
+    "OneDeviceStrategy": "distribute.strategies",
+    "ParameterServerStrategy": "distribute.strategies",
+    "ReduceOp": "distribute.replicas",
+    "ReplicaContext": "distribute.replicas",
+    "Server": "distribute.train.cluster",
+    "Strategy": "distribute.strategies",
+    "TensorSpec": "data.pipeline.signature",
+    "UnconnectedGradients": "distribute.gradient_tape",
+    "compute_average_loss": "distribute.gradient_tape",
+    "function": "distribute.gradient_tape",
+    "get_replica_context": "distribute.replicas",
+    "get_strategy": "distribute.replicas",
+    "has_strategy": "distribute.replicas",
+    "in_cross_replica_context": "distribute.replicas",
+    "scale_regularization_loss": "distribute.gradient_tape",
 }
 _MODULES = ("cluster_resolver", "coordinator", "experimental", "mixed_precision", "train")
 _CALLED = {"InputContext": "PipelineContext", "Strategy": "AdaptedStrategy"}
@@ -96,6 +98,7 @@ __all__ = [
     "ReplicaContext",
     "Server",
     "Strategy",
+    "TensorSpec",
     "UnconnectedGradients",
     "cluster_resolver",
     "compute_average_loss",
@@ -126,7 +129,7 @@ if not TYPE_CHECKING:
                 return __getattr__(MISSPELT)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         called = _CALLED.get(name, name)
-        value = lazy_names.find(__name__, {called: f"distribute.{_HOME[name]}"}, called)
+        value = lazy_names.find(__name__, {called: _HOME[name]}, called)
         globals()[name] = value
         return value
 

@@ -16,7 +16,7 @@ from manyhands.compat.keras import KerasScope
 from manyhands.distribute.cluster_resolver import run_resolver, with_cluster
 from manyhands.distribute.replica_strategy import ReplicaStrategy, entered
 from manyhands.distribute.train.notices import not_here
-from manyhands.distribute.train.placement import torch_device
+from manyhands.distribute.train.placement import parse, torch_device
 from manyhands.errors import SpecError
 from manyhands.spec.keyword_check import checked_class, suggested
 
@@ -49,8 +49,6 @@ OPTIONS = {
     "communication_options": "no communication_options=: the run chooses how gradients are summed",
     "communication": "no communication=: the run chooses how gradients are summed",
     "variable_partitioner": "no variable_partitioner=: servers are balanced by bytes; place= of mh.ParameterServer",
-    "compute_devices": 'devices=["cuda:0"]',
-    "parameter_device": "no parameter_device=: weights are in the host's memory",
 }
 """TensorFlow's options without a meaning here, and what to write instead; None is what they are without being given."""
 NOT_HERE = {
@@ -71,6 +69,13 @@ def _known(owner: str, kind: Any, own: Sequence[str], settings: dict[str, Any]) 
             guess, fix = suggested(name, known) if name not in OPTIONS else ("", [OPTIONS[name]])
             raise SpecError(f"{owner} has no option {name!r} here.{guess}", where=owner, fix=fix)
     return given
+
+
+def _on_devices(devices: Sequence[str] | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with a worker for each device."""
+    if devices is None:
+        return settings
+    return {"workers": len(devices), "devices": [torch_device(one) for one in devices], **settings}
 
 
 @checked_class(name="strategy")
@@ -124,9 +129,7 @@ class MirroredStrategy(AdaptedStrategy):
     """
 
     def __init__(self, devices: Sequence[str] | None = None, **settings: Any) -> None:
-        if devices is not None:
-            settings = {"workers": len(devices), "devices": [torch_device(one) for one in devices], **settings}
-        super().__init__(mh.Mirrored, settings)
+        super().__init__(mh.Mirrored, _on_devices(devices, settings))
 
 
 @checked_class()
@@ -159,10 +162,21 @@ class ParameterServerStrategy(AdaptedStrategy):
 
 @checked_class()
 class CentralStorageStrategy(AdaptedStrategy):
-    """`mh.CentralStorage`: one copy of the weights in host memory, which the workers share."""
+    """`mh.CentralStorage`: one copy of the weights in host memory, with which a worker for each device computes.
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(mh.CentralStorage, settings)
+    `compute_devices` are named as those of `MirroredStrategy`; `parameter_device` can only be the CPU.
+    """
+
+    def __init__(
+        self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None, **settings: Any
+    ) -> None:
+        if parameter_device is not None and parse(parameter_device).kind not in (None, "cpu"):
+            raise SpecError(
+                f"parameter_device is {parameter_device!r}, and the weights are in the host's memory.",
+                where="CentralStorageStrategy",
+                fix=['parameter_device="/cpu:0"', "MirroredStrategy(devices=[...]), with weights on each device"],
+            )
+        super().__init__(mh.CentralStorage, _on_devices(compute_devices, settings))
 
 
 @checked_class()

@@ -110,7 +110,7 @@ NOT_HERE = {
     "checkpoint_exists": ("paths are files", "pathlib.Path(path).exists()"),
     "get_checkpoint_state": ("checkpoints are in a directory of the run", "latest_checkpoint(directory)"),
     "input_producer": ("there is no graph of queues", "mh.Dataset.from_tensor_slices(...)"),
-    "list_variables": ("files are safetensors", "safetensors.safe_open(path), mh ckpt show"),
+    "list_variables": ("files are safetensors", "safetensors.safe_open(path)"),
     "load_checkpoint": ("files are safetensors", "Saver(model).restore(None, path)"),
     "slice_input_producer": ("there is no graph of queues", "mh.Dataset.from_tensor_slices(...)"),
     "AdamOptimizer": (_ADAM, "minimize(..., optimizer=lambda params: torch.optim.Adam(params, lr=1e-3))"),

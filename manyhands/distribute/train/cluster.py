@@ -1,7 +1,7 @@
 """`ClusterSpec` and `Server` as TensorFlow 1 spells them: any names of jobs, `job_name=`, `task_index=`.
 
-Ours know four jobs. A cluster with one job of another name, such as "local", has workers only; one with several jobs
-of which some have other names is a list of addresses, and no server can be a task of it. Start reading at `ClusterSpec`.
+Ours know four jobs. A cluster with one job of another name, such as "local", has workers only. One with several jobs,
+some of other names, is a list of addresses, of which no server can be a task. Start reading at `ClusterSpec`.
 """
 
 from __future__ import annotations

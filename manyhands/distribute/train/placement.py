@@ -29,6 +29,7 @@ __all__ = [
     "device",
     "is_placing",
     "missing_devices",
+    "parse",
     "places_of",
     "replica_device_setter",
     "torch_device",
