@@ -1,7 +1,7 @@
 """The names of tf.distribute, and of what its programs use beside it: a TensorFlow program changes its imports.
 
 Each says in its first line what it is here; what has no meaning here raises `NotHere`, with what to write instead.
-May import `distribute.train`, `compat`, `dispatch`, `spec` and `errors`.
+May import `distribute.train`, `compat`, `dispatch`, `parallel`, `comm`, `data`, `spec` and `errors`.
 Start reading at `replica_strategy.ReplicaStrategy` for loops, at `strategies` for the rest.
 """
 

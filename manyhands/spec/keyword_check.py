@@ -39,7 +39,7 @@ def checked_class(*, name: str = "") -> Callable[[type[T]], type[T]]:
         if issubclass(kind, tuple):
             kind.__new__ = _checked(kind.__new__, called)  # type: ignore[method-assign]
         elif kind.__init__ is object.__init__:
-            kind.__init__ = _checked(_nothing, called)
+            kind.__init__ = _checked(_nothing, called)  # type: ignore[method-assign]
         elif "__init__" in vars(kind):
             kind.__init__ = _checked(kind.__init__, called)  # type: ignore[method-assign]
         for attribute, value in list(vars(kind).items()):

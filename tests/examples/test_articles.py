@@ -55,7 +55,7 @@ SAID = {
     "model_parallel_flow": "parameters here: [(128, 64), (128,), (16, 128), (16,)]",
     "monitored_session_hooks": "20 steps, loss",
     "multi_gpu_model": "between one process in two parts and two workers",
-    "multi_worker_tf_config": "loss [",
+    "multi_worker_tf_config": "of 2 replicas",
     "parameter_server_flow": "staleness=1)",
     "pipeline_branches": "pipeline.svg",
     "reduce_grad_optimizer": "reduce_grad was called 20 times in 20 steps",
