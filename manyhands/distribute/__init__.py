@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import manyhands.distribute.experimental as experimental
     import manyhands.distribute.mixed_precision as mixed_precision
     import manyhands.distribute.train as train
-    from manyhands.data.pipeline.signature import TensorSpec as TensorSpec
+    from manyhands.data.pipeline.signature import ElementSpec
     from manyhands.distribute.gradient_tape import GradientTape as GradientTape
     from manyhands.distribute.gradient_tape import UnconnectedGradients as UnconnectedGradients
     from manyhands.distribute.gradient_tape import compute_average_loss as compute_average_loss
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from manyhands.distribute.strategies import ParameterServerStrategy as ParameterServerStrategy
 
     InputContext = PipelineContext
+    TensorSpec = ElementSpec
     Strategy = AdaptedStrategy
     Server = train.Server
 
@@ -65,7 +66,7 @@ _HOME = {
     "scale_regularization_loss": "distribute.gradient_tape",
 }
 _MODULES = ("cluster_resolver", "coordinator", "experimental", "mixed_precision", "train")
-_CALLED = {"InputContext": "PipelineContext", "Strategy": "AdaptedStrategy"}
+_CALLED = {"InputContext": "PipelineContext", "Strategy": "AdaptedStrategy", "TensorSpec": "ElementSpec"}
 NOT_HERE = {
     "CrossDeviceOps": ("the run chooses how gradients are summed", "leave out cross_device_ops"),
     "DistributedDataset": ("a distributed dataset is an iterable of batches", "experimental_distribute_dataset(data)"),

@@ -1,7 +1,8 @@
 """What the elements of a generator must look like: `output_signature` of `mh.Dataset.from_generator`, as in tf.data.
 
-A signature is a structure with a `TensorSpec` for each tensor. Elements are converted to its types, where that loses
-nothing, and refused where they have another structure or shape. Start reading at `SignedGenerator`.
+A signature is a structure with an `ElementSpec` for each tensor, which users know as `manyhands.distribute.TensorSpec`.
+Elements are converted to its types, where that loses nothing, and refused where they have another structure or shape.
+Start reading at `SignedGenerator`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch import Tensor
 from manyhands.errors import DataError
 from manyhands.spec.keyword_check import checked_class
 
-__all__ = ["SignedGenerator", "TensorSpec"]
+__all__ = ["ElementSpec", "SignedGenerator"]
 
 WHERE = "from_generator(output_signature=...)"
 TEXT = "string"
 
 
-@checked_class()
-class TensorSpec:
-    """The shape and type of one tensor of an element, as `tf.TensorSpec`.
+@checked_class(name="TensorSpec")
+class ElementSpec:
+    """The shape and type of one tensor of an element: TensorFlow's `TensorSpec`.
 
     Args:
         shape: Its sizes, None for one that may differ; None: any shape.
@@ -96,15 +97,15 @@ def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
 
 
 def as_signature(given: Any) -> Any:
-    """The structure with a `TensorSpec` for everything that has a shape and a dtype, such as Keras's tensors."""
-    if isinstance(given, TensorSpec):
+    """The structure with an `ElementSpec` for everything that has a shape and a dtype, such as Keras's tensors."""
+    if isinstance(given, ElementSpec):
         return given
     if isinstance(given, dict):
         return {name: as_signature(one) for name, one in given.items()}
     if isinstance(given, tuple):
         return tuple(map(as_signature, given))
     if hasattr(given, "shape") and hasattr(given, "dtype"):
-        return TensorSpec(given.shape, given.dtype)
+        return ElementSpec(given.shape, given.dtype)
     raise DataError(
         f"output_signature has {given!r:.80}, which says neither shape nor type.",
         where=WHERE,

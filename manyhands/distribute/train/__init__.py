@@ -1,7 +1,8 @@
 """TensorFlow 1's names for a training: `tf.train` and what programs of its time use beside it, over `mh.join`.
 
 A session is this worker's `Hands`: `sess.run(train_op)` is one step of a user loop, with the run's checkpoints and
-restarts. What a graph alone can mean is refused, with what to write instead. May import `dispatch` and `errors`.
+restarts. What a graph alone can mean is refused, with what to write instead.
+May import `dispatch`, `spec` and `errors`.
 Start reading at `session.MonitoredTrainingSession`.
 """
 
