@@ -94,11 +94,12 @@ def largest(gradients: list[torch.Tensor]) -> torch.Tensor:
 def refused() -> list[str]:
     weight = nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
+    strategy = Replicas(mh.Mirrored(reducer=largest))  # one: joining again takes a while
     calls = [
-        lambda: Replicas().run(OwnGradients([weight], lr=0.1).step),
-        lambda: Replicas(mh.Mirrored(reducer=largest)).run(OwnReduction([weight], lr=0.1).step),
-        lambda: Replicas().reduce("SUM", torch.tensor(1.0), axis=0),
-        lambda: Replicas().gather(torch.tensor(1.0), axis=0),
+        lambda: strategy.run(OwnGradients([weight], lr=0.1).step),
+        lambda: strategy.run(OwnReduction([weight], lr=0.1).step),
+        lambda: strategy.reduce("SUM", torch.tensor(1.0), axis=0),
+        lambda: strategy.gather(torch.tensor(1.0), axis=0),
     ]
     found = []
     for call in calls:

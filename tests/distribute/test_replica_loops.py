@@ -256,15 +256,18 @@ def error_of(make: Any, *args: Any) -> str:
 
 
 def wrong() -> list[str]:
+    """What each of these says; those that stop before anything differs share a strategy, as joining takes a while."""
+    shared = Replicas()
+
     def run(choice: Any = None, **joined: Any) -> None:
         Replicas(choice, **joined).run(lambda: None)
 
     def few() -> None:
-        list(Replicas().experimental_distribute_dataset([torch.zeros(1, 2)]))
+        list(shared.experimental_distribute_dataset([torch.zeros(1, 2)]))
 
     def closure() -> None:
         optimizer = torch.optim.LBFGS(nn.Linear(2, 1).parameters())
-        Replicas().run(lambda: optimizer.step(lambda: 0.0))
+        shared.run(lambda: optimizer.step(lambda: 0.0))
 
     def outside() -> None:
         strategy, weight = Replicas(), nn.Parameter(torch.ones(1))
@@ -278,12 +281,10 @@ def wrong() -> list[str]:
             strategy.run(optimizer.step)
 
     def nested() -> None:
-        strategy = Replicas()
-        strategy.run(lambda: strategy.run(lambda: None))
+        shared.run(lambda: shared.run(lambda: None))
 
     def reduce_inside() -> None:
-        strategy = Replicas()
-        strategy.run(lambda: strategy.reduce("SUM", torch.ones(1)))
+        shared.run(lambda: shared.reduce("SUM", torch.ones(1)))
 
     return [
         error_of(shuffled, "unlike"),
@@ -299,7 +300,7 @@ def wrong() -> list[str]:
         error_of(run, mh.Mirrored(reducer="bf16")),
         error_of(lambda: run(clip_norm=1.0)),
         error_of(run, mh.Mirrored(elastic=(1, 2))),
-        error_of(lambda: Replicas().reduce("MAX", torch.ones(1))),
+        error_of(lambda: shared.reduce("MAX", torch.ones(1))),
     ]
 
 
