@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyhands.comm.host_memory import Segment
 from manyhands.comm.shared_memory import Plane
-from manyhands.errors import TrainingFailed
+from manyhands.errors import NotHere, TrainingFailed
 from manyhands.parallel.model.flat_layout import lay_out
 
 __all__ = ["CentralWeights"]
@@ -35,6 +35,13 @@ class CentralWeights:
         new = [one for one in params if id(one) not in self._versions]
         if not new:
             return
+        if (away := next((one for one in new if one.device.type != "cpu"), None)) is not None:
+            raise NotHere(
+                f"A weight is on {away.device}, and a loop's central storage is memory of the host, with which the CPU "
+                "computes.",
+                where="CentralStorageStrategy.run",
+                fix=["MirroredStrategy(), with weights on each device", "model.fit, or mh.Trainer"],
+            )
         flat = lay_out(new)
         self._num_segments += 1
         views = flat.views(new, self._memory(f"weights of a custom loop {self._num_segments}", flat.num_bytes))

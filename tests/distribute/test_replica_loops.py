@@ -351,3 +351,14 @@ def test_a_layer_that_one_replica_uses_gets_its_gradient_and_no_other_layers(ran
     for found in ranks(2, branching_loop):
         for name, value in alone.items():
             np.testing.assert_allclose(found[name], value, atol=1e-6, err_msg=name)
+
+
+def away() -> str:
+    strategy, weight = Replicas(mh.CentralStorage()), nn.Parameter(torch.ones(2, device="meta"))
+    exchange = strategy._replicas()
+    assert exchange.central is not None
+    return error_of(exchange.central.adopt, [weight])
+
+
+def test_weights_on_a_device_are_not_taken_into_the_hosts_memory(ranks: RankPool) -> None:
+    assert all(said.startswith("NotHere: A weight is on meta") for said in ranks(2, away))
