@@ -21,7 +21,7 @@ from bench.layouts import divided
 from bench.modes import modes, modes_report
 from bench.modes.networks import NETWORKS
 from bench.recovery import recovery
-from bench.replicas import collectives, ddp, memory, others, overhead
+from bench.replicas import augmented_pictures, collectives, ddp, keras_fit, memory, others, overhead
 from bench.results import picture, report
 from bench.results.compare import Measured, Size, judge
 from bench.results.machine import describe, machine
@@ -48,6 +48,8 @@ MEASURES = {
     "averaging": Bench(averaging.measure, averaging.why_not, launches=1),
     "memory": Bench(memory.measure, memory.why_not, launches=1),
     "served": Bench(served.measure, served.why_not),
+    "keras": Bench(keras_fit.measure, keras_fit.why_not, launches=1),
+    "pictures": Bench(augmented_pictures.measure, augmented_pictures.why_not, launches=1),
     "recovery": Bench(recovery.measure, launches=1),
     "sharded": Bench(divided.sharded),
     "tensor": Bench(divided.tensor),

@@ -1,19 +1,17 @@
 """JPEG files decoded and augmented in loader processes, as `mh.Dataset` and as torch's DataLoader does it.
 
-`python -m bench.replicas.augmented_pictures [--folder FOLDER] [--processes 2] [--blocks 9]` prints pictures per second
-of each, and the ratio. Both sides decode with pillow and call the same functions of `mh.images`, in as many processes,
-and send batches of the same size through shared memory; nothing is computed on them. The sides take turns in blocks of
-steps, in one process, after both are warm; the DataLoader is there twice, and its ratio to itself is the control. The
-seconds of processor time per picture, of a side's loader processes, say more where other programs use the machine.
+`python -m bench pictures`. Both sides decode with pillow and call the same functions of `mh.images`, in as many
+processes, and send batches of the same size through shared memory; nothing is computed on them. The sides take turns in
+blocks of steps, in one process, after both are warm; the DataLoader is there twice, and its ratio to itself is the
+control. The processor time per picture, of a side's loader processes, says more where other programs use the machine.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -23,12 +21,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import manyhands as mh
+from bench.results.compare import Measured, Size
+from bench.results.table import OURS
 from manyhands.data.batches import Batches
 from manyhands.data.feeds import BatchSchedule
 from manyhands.data.sample_order import Position, SliceDivision
 from manyhands.data.sources.as_source import as_source
 
 BATCH, STEPS, SETTLING = 32, 8, 4
+PICTURES, PROCESSES = 200, 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -105,44 +106,26 @@ class Side:
         return sum(sum(one.cpu_times()[:2]) for one in self._loaders)
 
 
-def measure(folder: str, processes: int, blocks: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Pictures per second of each block, and seconds of processor time per picture."""
-    sides = {
-        "mh.Dataset": Side(of_dataset, folder, processes),
-        "DataLoader": Side(of_torch, folder, processes),
-        "DataLoader again": Side(of_torch, folder, processes),
-    }
-    speeds: dict[str, list[float]] = {name: [] for name in sides}
-    for block in range(blocks):
-        order = list(sides)[block % len(sides) :] + list(sides)[: block % len(sides)]
-        for name in order:
-            sides[name].take(SETTLING)  # what was fetched while the others had their turn
-            started = perf_counter()
-            sides[name].take(STEPS)
-            speeds[name].append(STEPS * BATCH / (perf_counter() - started))
-    return speeds, {name: side.cpu_s_per_picture() for name, side in sides.items()}
+def why_not(workload: str) -> str | None:
+    return None if importlib.util.find_spec("PIL") else "pillow is not installed: pip install manyhands[images]"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--folder", help="A folder with a subfolder of JPEG files for each class. Default: made pictures."
-    )
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=9)
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        if asked.folder is None:
-            write_pictures(Path(made), 200)
-        speeds, cpu_s = measure(asked.folder or made, asked.processes, asked.blocks)
-    peer = speeds["DataLoader"]
-    for name, found in speeds.items():
-        ratio = median(one / other for one, other in zip(found, peer, strict=True))
-        print(
-            f"{name}: {median(found):.0f} pictures/s, {ratio:.3f} of the DataLoader's (median of {len(found)} blocks), "
-            f"{1000 * cpu_s[name]:.2f} ms of processor time per picture"
-        )
-
-
-if __name__ == "__main__":
-    main()
+def measure(workload: str, size: Size) -> Measured:
+    """Seconds per picture of each side, block by block, and processor time per picture."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_pictures(Path(folder), PICTURES)
+        sides = {
+            OURS: Side(of_dataset, folder, PROCESSES),
+            "DataLoader": Side(of_torch, folder, PROCESSES),
+            "DataLoader again": Side(of_torch, folder, PROCESSES),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for block in range(size.num_blocks):
+            order = list(sides)[block % len(sides) :] + list(sides)[: block % len(sides)]
+            for name in order:
+                sides[name].take(SETTLING)  # what was fetched while the others had their turn
+                started = perf_counter()
+                sides[name].take(STEPS)
+                seconds[name].append((perf_counter() - started) / (STEPS * BATCH))
+        cpu_ms = {name: round(1e3 * side.cpu_s_per_picture(), 2) for name, side in sides.items()}
+        return Measured([seconds], {"threads": 1, "workers": PROCESSES, "cpu_ms_per_picture": cpu_ms})

@@ -1,18 +1,17 @@
-"""Keras's fit in a scope against Keras alone: `python -m bench.replicas.keras_fit [BLOCKS] [BLOCK_S]`.
+"""Keras's fit in a scope against Keras alone: `python -m bench keras`.
 
 SGD with momentum on the 10 M MLP, the same global batch on all sides: two workers of one thread, one worker, Keras with
-one thread twice (the second is the A/A control), and Keras with all cores. Prints medians and quartiles of ratios
-within rounds.
+one thread, and Keras with all cores; the last two twice, for the A/A control.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Sequence
-from statistics import median, quantiles
 
 from bench.driver.baton import Process, Side, interleave
 from bench.driver.sides import MH, plain_environment
+from bench.results.compare import Measured, Size
 
 ROWS = 256
 
@@ -23,7 +22,7 @@ def ours(workers: int) -> Side:
         command = [*MH, *run, "-m", "bench.replicas.keras_side", "scope", str(ROWS), "1"]
         return [Process(command, plain_environment(allocator=False))]
 
-    return Side(f"scope, {workers} of 1 thread", workers, processes)
+    return Side("1 worker" if workers == 1 else f"{workers} workers", workers, processes)
 
 
 def keras(name: str, threads: int) -> Side:
@@ -33,27 +32,14 @@ def keras(name: str, threads: int) -> Side:
     return Side(name, 1, lambda _: [Process(command, environment | {"RANK": "0"})])
 
 
-def main() -> None:
-    num_blocks, block_s = (int(sys.argv[1]) if len(sys.argv) > 1 else 8), float(sys.argv[2] if len(sys.argv) > 2 else 3)
-    sides = [ours(2), ours(1), keras("keras, 1 thread", 1), keras("keras, 1 thread again", 1), keras("keras, all", 0)]
-    seconds, facts = interleave(sides, num_blocks, block_s)
-    print(facts)
-    for name, values in seconds.items():
-        print(f"{name:24} {1e3 * median(values):8.1f} ms per step")
-    for first, second in (
-        ("scope, 2 of 1 thread", "keras, 1 thread"),
-        ("scope, 2 of 1 thread", "keras, all"),
-        ("scope, 1 of 1 thread", "keras, 1 thread"),
-        ("keras, 1 thread again", "keras, 1 thread"),
-    ):
-        print(f"speed of {first} / {second}: {_ratio(seconds[second], seconds[first])}")
+def why_not(workload: str) -> str | None:
+    return None if importlib.util.find_spec("keras") else "Keras is not installed: pip install manyhands[keras]"
 
 
-def _ratio(peer: Sequence[float], mine: Sequence[float]) -> str:
-    values = [a / b for a, b in zip(peer, mine, strict=True)]
-    low, _, high = quantiles(values, n=4)
-    return f"{median(values):.2f} (quartiles {low:.2f} to {high:.2f}, {len(values)} rounds)"
-
-
-if __name__ == "__main__":
-    main()
+def measure(workload: str, size: Size) -> Measured:
+    """Seconds per step of each side, in rounds."""
+    sides = [ours(2), ours(1)]
+    for name, threads in (("Keras, 1 thread", 1), ("Keras, all cores", 0)):
+        sides += [keras(name, threads), keras(f"{name} again", threads)]
+    seconds, facts = interleave(sides, size.num_blocks, size.block_s)
+    return Measured([seconds], {"batch": ROWS, "threads": 1, "workers": 2, **facts})

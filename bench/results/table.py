@@ -26,6 +26,8 @@ BENCHES = {
     "sharded": "Two workers: parameters divided, against fully_shard by hand on Gloo",
     "tensor": "Two workers: layers divided, against DTensor by hand on Gloo",
     "pipeline": "Two workers: a pipeline, against torch.distributed.pipelining by hand on Gloo",
+    "keras": "Keras's fit in a scope, against Keras alone",
+    "pictures": "Two loader processes that decode and augment JPEG files, against torch's DataLoader",
     "recovery": "Four workers of one host that die, hang and join, and what being ready for it costs",
 }
 
@@ -76,6 +78,8 @@ _TINY = "all-reduce 1 KB"
 _LARGE = "4 workers, 100 M, AdamW"
 _TEXT, _LOSS = "step, language model of 10 M", Target("loss", 1.02)
 _BLOCKS = "step, 12 layers of 1024 x 1024"
+_LEVEL = _faster(1.0, noise_counts=True)
+_KERAS = "step of Keras's fit, MLP of 10 M"
 _KILL = "kill -9 to next step"
 _STALL = "stall at a join"
 _ASYNC = "step, MLP of 10 M, async"
@@ -142,6 +146,10 @@ ROWS = (
     Row(
         "pipeline-loop", "pipeline", "interleaved", f"{_BLOCKS}, interleaved", "pipelining", Target("time", 1.02, True)
     ),
+    Row("keras-two", "keras", "mlp-10m", f"{_KERAS}, 2 workers", "Keras, 1 thread", _faster(1.6), "2 workers"),
+    Row("keras-cores", "keras", "mlp-10m", f"{_KERAS}, 2 workers", "Keras, all cores", _faster(0.9), "2 workers"),
+    Row("keras-one", "keras", "mlp-10m", f"{_KERAS}, 1 worker", "Keras, 1 thread", _LEVEL, "1 worker"),
+    Row("pictures", "pictures", "jpeg", "a picture, decoded and augmented", "DataLoader", _LEVEL),
     Row("memory", "memory", "keep", _LARGE, "DDP", Target("memory", 0.5), unit="MB"),
     Row("memory-system", "memory", "system", f"{_LARGE}, system allocator", "DDP", Target("memory", 0.5), unit="MB"),
 )

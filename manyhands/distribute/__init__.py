@@ -1,13 +1,12 @@
 """The names of tf.distribute, and of what its programs use beside it: a TensorFlow program changes its imports.
 
 Each says in its first line what it is here; what has no meaning here raises `NotHere`, with what to write instead.
-May import `distribute.train`, `compat`, `dispatch`, `spec` and `errors`.
+May import `distribute.train`, `compat`, `dispatch`, `parallel`, `comm`, `data`, `spec` and `errors`.
 Start reading at `replica_strategy.ReplicaStrategy` for loops, at `strategies` for the rest.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
     import manyhands.distribute.experimental as experimental
     import manyhands.distribute.mixed_precision as mixed_precision
     import manyhands.distribute.train as train
+    from manyhands.data.pipeline.signature import ElementSpec
     from manyhands.distribute.gradient_tape import GradientTape as GradientTape
+    from manyhands.distribute.gradient_tape import UnconnectedGradients as UnconnectedGradients
     from manyhands.distribute.gradient_tape import compute_average_loss as compute_average_loss
     from manyhands.distribute.gradient_tape import function as function
     from manyhands.distribute.gradient_tape import scale_regularization_loss as scale_regularization_loss
@@ -38,31 +39,34 @@ if TYPE_CHECKING:
     from manyhands.distribute.strategies import ParameterServerStrategy as ParameterServerStrategy
 
     InputContext = PipelineContext
+    TensorSpec = ElementSpec
     Strategy = AdaptedStrategy
     Server = train.Server
 
 _HOME = {
-    "CentralStorageStrategy": "strategies",
-    "GradientTape": "gradient_tape",
-    "InputContext": "replicas",
-    "MirroredStrategy": "strategies",
-    "MultiWorkerMirroredStrategy": "strategies",
-    "OneDeviceStrategy": "strategies",
-    "ParameterServerStrategy": "strategies",
-    "ReduceOp": "replicas",
-    "ReplicaContext": "replicas",
-    "Server": "train.cluster",
-    "Strategy": "strategies",
-    "compute_average_loss": "gradient_tape",
-    "function": "gradient_tape",
-    "get_replica_context": "replicas",
-    "get_strategy": "replicas",
-    "has_strategy": "replicas",
-    "in_cross_replica_context": "replicas",
-    "scale_regularization_loss": "gradient_tape",
+    "CentralStorageStrategy": "distribute.strategies",
+    "GradientTape": "distribute.gradient_tape",
+    "InputContext": "distribute.replicas",
+    "MirroredStrategy": "distribute.strategies",
+    "MultiWorkerMirroredStrategy": "distribute.strategies",
+    "OneDeviceStrategy": "distribute.strategies",
+    "ParameterServerStrategy": "distribute.strategies",
+    "ReduceOp": "distribute.replicas",
+    "ReplicaContext": "distribute.replicas",
+    "Server": "distribute.train.cluster",
+    "Strategy": "distribute.strategies",
+    "TensorSpec": "data.pipeline.signature",
+    "UnconnectedGradients": "distribute.gradient_tape",
+    "compute_average_loss": "distribute.gradient_tape",
+    "function": "distribute.gradient_tape",
+    "get_replica_context": "distribute.replicas",
+    "get_strategy": "distribute.replicas",
+    "has_strategy": "distribute.replicas",
+    "in_cross_replica_context": "distribute.replicas",
+    "scale_regularization_loss": "distribute.gradient_tape",
 }
 _MODULES = ("cluster_resolver", "coordinator", "experimental", "mixed_precision", "train")
-_CALLED = {"InputContext": "PipelineContext", "Strategy": "AdaptedStrategy"}
+_CALLED = {"InputContext": "PipelineContext", "Strategy": "AdaptedStrategy", "TensorSpec": "ElementSpec"}
 NOT_HERE = {
     "CrossDeviceOps": ("the run chooses how gradients are summed", "leave out cross_device_ops"),
     "DistributedDataset": ("a distributed dataset is an iterable of batches", "experimental_distribute_dataset(data)"),
@@ -74,21 +78,14 @@ NOT_HERE = {
     "ReductionToOneDevice": ("the run chooses how gradients are summed", "leave out cross_device_ops"),
     "RunOptions": ("functions run eagerly", "leave out options"),
     "StrategyExtended": ("strategies are extended by engines of manyhands", "docs/architecture.md, a strategy"),
+    "InputReplicationMode": ("each worker has a pipeline of its data", "leave out input_replication_mode"),
     "TPUStrategy": ("torch on TPUs is another library, which is not used", "MirroredStrategy()"),
+    "experimental_set_strategy": ("a scope ends where its block ends", "with strategy.scope():"),
     "placeholder": ("there is no graph to feed", "a function's arguments"),
 }
 """Names that mean nothing here: why, and what to write instead."""
 
 MISSPELT = "MultiWorkerMirroredStrategy"
-
-
-def close_to(name: str, wanted: str) -> bool:
-    """Whether a name is this one with a letter or two wrong, as in printed programs; other errors stay errors."""
-    alike = difflib.SequenceMatcher(None, name.lower(), wanted.lower()).ratio()
-    return name.startswith("M") and alike >= MISSPELT_RATIO
-
-
-MISSPELT_RATIO = 0.9
 
 __all__ = [
     "CentralStorageStrategy",
@@ -102,6 +99,8 @@ __all__ = [
     "ReplicaContext",
     "Server",
     "Strategy",
+    "TensorSpec",
+    "UnconnectedGradients",
     "cluster_resolver",
     "compute_average_loss",
     "coordinator",
@@ -124,13 +123,14 @@ if not TYPE_CHECKING:
             return importlib.import_module(f"{__name__}.{name}")
         if name in NOT_HERE:
             raise importlib.import_module(f"{__name__}.train.notices").not_here(name, NOT_HERE)
-        if name not in _HOME and close_to(name, MISSPELT):
-            importlib.import_module(f"{__name__}.train.notices").say_once(f"{name} is taken for {MISSPELT}.")
-            return __getattr__(MISSPELT)
         if name not in _HOME:
+            notices = importlib.import_module(f"{__name__}.train.notices")
+            if notices.is_misspelt(name, MISSPELT):
+                notices.say_once(f"{name} is taken for {MISSPELT}.")
+                return __getattr__(MISSPELT)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         called = _CALLED.get(name, name)
-        value = lazy_names.find(__name__, {called: f"distribute.{_HOME[name]}"}, called)
+        value = lazy_names.find(__name__, {called: _HOME[name]}, called)
         globals()[name] = value
         return value
 

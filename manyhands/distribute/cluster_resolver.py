@@ -13,12 +13,14 @@ from manyhands.distribute.train.cluster import ClusterSpec, Server
 from manyhands.distribute.train.notices import not_here, refuse_unknown
 from manyhands.errors import ClusterError, SpecError
 from manyhands.spec.cluster import from_tf_config
+from manyhands.spec.keyword_check import checked_class
 from manyhands.spec.load import environment
 
 __all__ = ["RunResolver", "SimpleClusterResolver", "TFConfigClusterResolver", "run_resolver", "with_cluster"]
 
 UNUSED = (("rpc_layer", "grpc"), ("rpc_layer", None), ("environment", ""), ("num_accelerators", None))
 """TensorFlow's options with values that mean nothing else here."""
+KNOWN = ("cluster_spec", "master", "task_type", "task_id", "rpc_layer", "environment", "num_accelerators")
 NOT_HERE = dict.fromkeys(
     ("GCEClusterResolver", "KubernetesClusterResolver", "SlurmClusterResolver", "TPUClusterResolver", "UnionResolver"),
     ("clusters are those of mh run, which docs/launching.md starts on several hosts", "TFConfigClusterResolver()"),
@@ -31,6 +33,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@checked_class()
 class SimpleClusterResolver:
     """A cluster that is given in code: `train.ClusterSpec`, and the task of this process.
 
@@ -51,9 +54,7 @@ class SimpleClusterResolver:
         **options: Any,
     ) -> None:
         unused = {name: value for name, value in options.items() if (name, value) not in UNUSED}
-        refuse_unknown(
-            type(self).__name__, {**unused, **({"master": master} if master else {})}, ["task_type", "task_id"]
-        )
+        refuse_unknown(type(self).__name__, {**unused, **({"master": master} if master else {})}, KNOWN)
         self._spec = cluster_spec if isinstance(cluster_spec, ClusterSpec) else ClusterSpec(cluster_spec)
         self.task_type, self.task_id = task_type, task_id
         if task_type is not None:
@@ -87,9 +88,10 @@ class SimpleClusterResolver:
         if job is None:
             return ""
         index = (self.task_id if task_id is None else task_id) or 0
-        return self._spec.task_address(self._spec.job_of.get(job, job), index)
+        return self._spec.task_address(job, index)
 
 
+@checked_class()
 class TFConfigClusterResolver(SimpleClusterResolver):
     """The cluster of the variable TF_CONFIG, and this process's task in it.
 
@@ -127,7 +129,7 @@ class NoTasks(ClusterSpec):
     """The cluster of a run whose workers have no addresses: it has no jobs."""
 
     def __init__(self) -> None:
-        self.job_of, self._jobs = {}, {}
+        self.job_of, self._jobs, self.unknown = {}, {}, []
 
 
 class RunResolver:

@@ -12,10 +12,12 @@ import manyhands as mh
 from manyhands.dispatch import Cluster, Dispatcher, RemoteValue
 from manyhands.distribute.train.processes import TFCluster
 from manyhands.errors import SpecError
+from manyhands.spec.keyword_check import checked_class
 
 __all__ = ["ClusterCoordinator", "RemoteValue"]
 
 
+@checked_class()
 class ClusterCoordinator:
     """`mh.dispatch.Dispatcher`: schedules functions on workers, each to take effect exactly once.
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from manyhands.errors import EnvironmentProblem, SpecError
+from manyhands.spec.keyword_check import checked_class, checked_keywords
 from manyhands.torch_private import pytree
 
 __all__ = ["Policy", "experimental", "global_policy", "set_global_policy", "set_policy"]
@@ -25,6 +26,7 @@ COMPUTE = {
 }
 
 
+@checked_class()
 class Policy:
     """A precision by Keras's name.
 
@@ -69,6 +71,7 @@ class experimental:  # noqa: N801  # a module in TensorFlow
     """`tf.keras.mixed_precision.experimental`, where these names were before."""
 
     @staticmethod
+    @checked_keywords
     def set_policy(policy: str | Policy) -> None:
         """As `set_policy`.
 
@@ -78,6 +81,7 @@ class experimental:  # noqa: N801  # a module in TensorFlow
         set_policy(policy)
 
 
+@checked_keywords
 def set_policy(policy: str | Policy) -> None:
     """Set the policy of Keras layers that are made from now on: `keras.mixed_precision.set_global_policy`.
 
@@ -99,6 +103,7 @@ set_global_policy = set_policy
 experimental.Policy = Policy  # type: ignore[attr-defined]
 
 
+@checked_keywords
 def global_policy() -> Policy:
     """The policy of Keras layers that are made now."""
     keras = sys.modules.get("keras")

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.distribute.central_weights import CentralWeights
 from manyhands.errors import DataError, Diverged, PeerLost
+from manyhands.parallel.gradients.custom_reduction import Reduction, combined
 
 __all__ = ["ReplicaExchange"]
 
@@ -31,8 +33,16 @@ class ReplicaExchange:
         self._hands.setup(unused, torch.optim.SGD(unused.parameters(), lr=0.0))
         self.rank, self.size = int(self._hands.rank), int(self._hands.world_size)
         self._checks = 0
+        self.central: CentralWeights | None = None
+        """The memory that has the weights, where the replicas share it."""
         self._alike: dict[int, Tensor] = {}
         """Tensors that were compared, by address: kept, so that no other gets it."""
+
+    def share_weights(self) -> None:
+        """Have one copy of the weights for all replicas, which one of them updates."""
+        worker = self._hands._worker
+        if (sharing := worker.sharing) is not None:  # it is None for one worker
+            self.central = CentralWeights(sharing.plane, worker.shared_memory)
 
     def gather(self, value: Tensor) -> list[Tensor]:
         """Every replica's value, in rank order; shapes may differ."""
@@ -48,7 +58,11 @@ class ReplicaExchange:
 
     def sum(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The sums over the replicas, bitwise the same on all of them; the values of a dtype are sent together."""
-        summed: list[Tensor] = list(values)
+        return self._each(values, lambda parts: parts.sum(0))
+
+    def _each(self, values: Sequence[Tensor], combine: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """What `combine` makes of every replica's value of each: replicas are the first dimension of its argument."""
+        found: list[Tensor] = list(values)
         for dtype in dict.fromkeys(value.dtype for value in values):
             chosen = [index for index, value in enumerate(values) if value.dtype == dtype]
             flat = torch.cat([values[index].detach().reshape(-1) for index in chosen])
@@ -60,19 +74,21 @@ class ReplicaExchange:
                     where="strategy.run",
                     fix=["the same variables, with gradients, on every replica"],
                 )
-            total = torch.stack(parts).sum(0)
-            pieces = torch.split(total, [values[one].numel() for one in chosen])
+            combined_parts = combine(torch.stack(parts))
+            pieces = torch.split(combined_parts, [values[one].numel() for one in chosen], dim=-1)
             for index, part in zip(chosen, pieces, strict=True):
-                summed[index] = part.view(values[index].shape)
-        return summed
+                found[index] = part.reshape((*part.shape[:-1], *values[index].shape))
+        return found
 
-    def sum_gradients(self, gradients: Sequence[Tensor | None], variables: Sequence[Tensor]) -> list[Tensor | None]:
-        """The sums of each variable's gradients; None where no replica has one.
+    def combine_gradients(
+        self, gradients: Sequence[Tensor | None], variables: Sequence[Tensor], reduction: Reduction | None
+    ) -> list[Tensor | None]:
+        """The sum of each variable's gradients, or what the user's reduction makes of them; None where there are none.
 
         A variable that some replicas did not use counts as zero there: gradients of other variables, which may have
-        the same shape, must not take its place.
+        the same shape, must not take its place. A reduction gets the gradients of those that did, in their order.
         """
-        if self.size == 1:
+        if self.size == 1 and reduction is None:
             return list(gradients)
         masks = self.gather(torch.tensor([one is not None for one in gradients], dtype=torch.uint8))
         if len({len(mask) for mask in masks}) > 1:
@@ -84,8 +100,16 @@ class ReplicaExchange:
         used = torch.stack(masks).any(0).tolist()
         pairs = zip(gradients, variables, strict=True)
         filled = [torch.zeros_like(variable) if one is None else one for one, variable in pairs]
-        sums = iter(self.sum([one for one, is_used in zip(filled, used, strict=True) if is_used]))
-        return [next(sums) if is_used else None for is_used in used]
+        given = [one for one, is_used in zip(filled, used, strict=True) if is_used]
+        if reduction is None:
+            sums = iter(self.sum(given))
+            return [next(sums) if is_used else None for is_used in used]
+        each = iter(self._each(given, lambda parts: parts))
+        lists = [
+            [part for part, has_one in zip(next(each), masks, strict=True) if has_one[index]] if is_used else []
+            for index, is_used in enumerate(used)
+        ]
+        return combined(reduction, lists, variables)
 
     def check_same(self, names: Sequence[str]) -> None:
         """`DataError` unless every replica has the same names, in the same order."""

@@ -31,6 +31,7 @@ from manyhands.distribute.replicas import (
 )
 from manyhands.distribute.train.notices import refuse_unknown
 from manyhands.errors import NotHere, SpecError, UsageError
+from manyhands.spec.keyword_check import checked_class
 
 __all__ = ["ReplicaStrategy"]
 
@@ -38,6 +39,7 @@ LOOP_SETTINGS = ("seed", "run_dir")
 """Settings of `mh.join` that a custom loop can keep; the others are about steps that we take."""
 
 
+@checked_class(name="strategy")
 class ReplicaStrategy:
     """What all strategies have beside their scope. `choice` is our strategy, `joined` the settings of `mh.join`."""
 
@@ -51,6 +53,8 @@ class ReplicaStrategy:
         if self._exchange is None:
             self._check_loop()
             self._exchange = ReplicaExchange(lambda: mh.join(self.choice, **self.joined))
+            if isinstance(self.choice, mh.CentralStorage):
+                self._exchange.share_weights()
             self._randomness = DataRandomness(torch.initial_seed())  # that of the run
         return self._exchange
 
@@ -60,12 +64,23 @@ class ReplicaStrategy:
         return self._randomness
 
     def _check_loop(self) -> None:
-        if not isinstance(self.choice, mh.Mirrored | mh.Single):
+        if isinstance(self.choice, mh.ParameterServer):
+            raise NotHere(
+                f"{type(self).__name__} has no replicas to run, reduce or gather over: servers have the weights, which "
+                "change with every worker's push, and a function of yours says neither when to fetch nor when to push.",
+                where="strategy.run",
+                fix=[
+                    "model.fit, which TensorFlow's guide uses under parameter servers, too",
+                    "coordinator.ClusterCoordinator(strategy).schedule(step), with ctx.variables and ctx.add in step",
+                    'MirroredStrategy(), or mode="sync" with mh.join, for steps that all workers take together',
+                ],
+            )
+        if not isinstance(self.choice, mh.Mirrored | mh.Single | mh.CentralStorage):
             raise NotHere(
                 f"{type(self).__name__}.run would compute on replicas, and mh.{type(self.choice).__name__} keeps the "
                 "weights elsewhere: only its own steps know where.",
                 where="strategy.run",
-                fix=["MirroredStrategy()", "model.fit, mh.Trainer or mh.join", "coordinator.ClusterCoordinator"],
+                fix=["MirroredStrategy()", "model.fit, mh.Trainer or mh.join"],
             )
         for name, value in self.joined.items():
             if name not in LOOP_SETTINGS:
@@ -74,13 +89,21 @@ class ReplicaStrategy:
                     where=type(self).__name__,
                     fix=[f"no {name}=", "model.fit, mh.Trainer or mh.join"],
                 )
-        for name in ("elastic", "reducer"):
-            if getattr(self.choice, name, None) is not None:
-                raise SpecError(
-                    f"{name}= is not for a loop with strategy.run: its replicas are fixed, their gradients summed.",
-                    where=type(self).__name__,
-                    fix=[f"no {name}=", "model.fit, mh.Trainer or mh.join"],
-                )
+        if getattr(self.choice, "elastic", None) is not None:
+            raise SpecError(
+                "elastic= is not for a loop with strategy.run: its replicas are fixed, and a lost one takes with it "
+                "what only your loop could compute again.",
+                where=type(self).__name__,
+                fix=["no elastic=", "model.fit, mh.Trainer or mh.join"],
+            )
+        reducer = getattr(self.choice, "reducer", None)
+        if isinstance(reducer, str) and reducer != "exact":
+            raise SpecError(
+                f"reducer={reducer!r} is how our steps send gradients, and in a loop with strategy.run you take the "
+                "steps: they are sent exactly.",
+                where=type(self).__name__,
+                fix=["no reducer=", "a function of one parameter's gradients", "model.fit, mh.Trainer or mh.join"],
+            )
 
     # ---- computing -------------------------------------------------------------------------------------------
 
@@ -99,14 +122,15 @@ class ReplicaStrategy:
             kwargs: Its keyword arguments.
             options: Only None.
         """
-        refuse_unknown("run", {} if options is None else {"options": options}, ["args", "kwargs"])
+        _refuse_options("run", options)
         exchange = self._replicas()
         if current_context() is not None:
             raise UsageError("run was called inside of a run.", where="strategy.run", fix=["call the function itself"])
         context = ReplicaContext(self, exchange)
         enter_strategy(self, context)
         try:
-            with merging(exchange):
+            reducer = getattr(self.choice, "reducer", None)
+            with merging(exchange, reducer if callable(reducer) else None):
                 return fn(*args, **(kwargs or {}))
         finally:
             leave_strategy(context)
@@ -170,7 +194,9 @@ class ReplicaStrategy:
                 DataLoader, a list, a dataset that is batched.
             options: Only None.
         """
-        refuse_unknown("experimental_distribute_dataset", {} if options is None else {"options": options}, ["dataset"])
+        refuse_unknown(
+            "experimental_distribute_dataset", {} if options is None else {"options": options}, ["dataset", "options"]
+        )
         return GlobalBatches(dataset, self._replicas, self._data_randomness)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any = None) -> Any:
@@ -181,17 +207,23 @@ class ReplicaStrategy:
                 (train, test).
             options: Only None.
         """
-        refuse_unknown("distribute_datasets_from_function", {} if options is None else {"options": options}, ["fn"])
-        replicas = self._replicas()
-        context = PipelineContext(
-            worker=replicas.rank, num_workers=replicas.size, slices=(replicas.rank,), num_slices=replicas.size
+        refuse_unknown(
+            "distribute_datasets_from_function",
+            {} if options is None else {"options": options},
+            ["dataset_fn", "options"],
         )
+        replicas = self._replicas()
+        context = PipelineContext(num_input_pipelines=replicas.size, input_pipeline_id=replicas.rank)
         made = dataset_fn(context) if inspect.signature(dataset_fn).parameters else dataset_fn()
         if isinstance(made, tuple):
             return tuple(OwnBatches(one, self._replicas) for one in made)
         return OwnBatches(made, self._replicas)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+
+def _refuse_options(call: str, options: Any) -> None:
+    refuse_unknown(f"strategy.{call}", {} if options is None else {"options": options}, ["options"])
 
 
 def _check_axis(value: Tensor, axis: int | None, where: str) -> None:

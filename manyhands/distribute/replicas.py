@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import manyhands as mh
 from manyhands.errors import NotHere, SpecError
+from manyhands.spec.keyword_check import checked_class, checked_keywords
 from manyhands.torch_private import pytree
 
 if TYPE_CHECKING:
@@ -51,20 +51,21 @@ def as_reduce_op(op: ReduceOp | str) -> ReduceOp:
         raise SpecError(f"{op!r} is no reduction.", where="reduce", fix=["ReduceOp.SUM", "ReduceOp.MEAN"]) from None
 
 
-class PipelineContext(mh.InputContext, frozen=True, kw_only=True):
-    """`mh.InputContext` with TensorFlow's names: an input pipeline is a worker."""
+@checked_class(name="InputContext")
+class PipelineContext:
+    """`mh.InputContext` with TensorFlow's names: an input pipeline is a worker, and so is a replica.
 
-    @property
-    def num_input_pipelines(self) -> int:
-        return self.num_workers
+    Args:
+        num_input_pipelines: How many workers there are.
+        input_pipeline_id: The number of this worker, from 0.
+        num_replicas_in_sync: How many replicas share a batch: as many.
+    """
 
-    @property
-    def input_pipeline_id(self) -> int:
-        return self.worker
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        return self.num_workers
+    def __init__(
+        self, num_input_pipelines: int = 1, input_pipeline_id: int = 0, num_replicas_in_sync: int | None = None
+    ) -> None:
+        self.num_input_pipelines, self.input_pipeline_id = num_input_pipelines, input_pipeline_id
+        self.num_replicas_in_sync = num_input_pipelines if num_replicas_in_sync is None else num_replicas_in_sync
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The rows of each replica; `SpecError` where they cannot be equal, as in TensorFlow.
@@ -72,15 +73,17 @@ class PipelineContext(mh.InputContext, frozen=True, kw_only=True):
         Args:
             global_batch_size: Rows of a batch over all replicas.
         """
-        if global_batch_size % self.num_workers:
+        if global_batch_size % self.num_replicas_in_sync:
+            parts = self.num_replicas_in_sync
             raise SpecError(
-                f"A global batch of {global_batch_size} rows does not divide into {self.num_workers} equal parts.",
+                f"A global batch of {global_batch_size} rows does not divide into {parts} equal parts.",
                 where="get_per_replica_batch_size",
-                fix=[f"{global_batch_size // self.num_workers * self.num_workers or self.num_workers}"],
+                fix=[f"{global_batch_size // parts * parts or parts}"],
             )
-        return global_batch_size // self.num_workers
+        return global_batch_size // self.num_replicas_in_sync
 
 
+@checked_class()
 class ReplicaContext:
     """The replica that runs: inside `strategy.run`."""
 
@@ -138,6 +141,7 @@ def _mean(total: Tensor, count: int, op: ReduceOp) -> Tensor:
     return total / count if op is ReduceOp.MEAN else total
 
 
+@checked_class(name="strategy")
 class _NoStrategy:
     """Outside of any scope: one replica."""
 
@@ -179,21 +183,25 @@ _contexts: list[ReplicaContext] = []
 _alone = ReplicaContext(None, None)
 
 
+@checked_keywords
 def get_strategy() -> Any:
     """The strategy whose scope, or `run`, this code is in; outside of any: one replica, as in TensorFlow."""
     return _entered[-1] if _entered else _nobody
 
 
+@checked_keywords
 def has_strategy() -> bool:
     """Whether this code is in the scope, or a `run`, of a strategy."""
     return bool(_entered)
 
 
+@checked_keywords
 def get_replica_context() -> ReplicaContext | None:
     """The replica that runs; None in a scope outside of `run`, where code is for all replicas."""
     return current_context() or (None if _entered else _alone)
 
 
+@checked_keywords
 def in_cross_replica_context() -> bool:
     """Whether this code is in a scope, and outside of `run`."""
     return get_replica_context() is None

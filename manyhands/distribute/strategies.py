@@ -6,6 +6,7 @@ at `AdaptedStrategy`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,8 +16,9 @@ from manyhands.compat.keras import KerasScope
 from manyhands.distribute.cluster_resolver import run_resolver, with_cluster
 from manyhands.distribute.replica_strategy import ReplicaStrategy, entered
 from manyhands.distribute.train.notices import not_here
-from manyhands.distribute.train.placement import torch_device
+from manyhands.distribute.train.placement import parse, torch_device
 from manyhands.errors import SpecError
+from manyhands.spec.keyword_check import checked_class, suggested
 
 __all__ = [
     "AdaptedStrategy",
@@ -47,8 +49,6 @@ OPTIONS = {
     "communication_options": "no communication_options=: the run chooses how gradients are summed",
     "communication": "no communication=: the run chooses how gradients are summed",
     "variable_partitioner": "no variable_partitioner=: servers are balanced by bytes; place= of mh.ParameterServer",
-    "compute_devices": 'devices=["cuda:0"]',
-    "parameter_device": "no parameter_device=: weights are in the host's memory",
 }
 """TensorFlow's options without a meaning here, and what to write instead; None is what they are without being given."""
 NOT_HERE = {
@@ -60,24 +60,31 @@ NOT_HERE = {
 }
 
 
-def _known(owner: str, kind: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def _known(owner: str, kind: Any, own: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, without TensorFlow's options that are None; `SpecError` for one that nothing here acts on."""
     given = {name: value for name, value in settings.items() if name not in OPTIONS or value is not None}
+    known = list(dict.fromkeys([*own, *sorted({*kind.__struct_fields__, *JOINED})]))
     for name in given:
         if name not in JOINED and name not in kind.__struct_fields__:
-            raise SpecError(
-                f"{owner} has no option {name!r} here.",
-                where=owner,
-                fix=[OPTIONS.get(name, f"{name} is not among: {', '.join(sorted(kind.__struct_fields__))}")],
-            )
+            guess, fix = suggested(name, known) if name not in OPTIONS else ("", [OPTIONS[name]])
+            raise SpecError(f"{owner} has no option {name!r} here.{guess}", where=owner, fix=fix)
     return given
 
 
+def _on_devices(devices: Sequence[str] | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with a worker for each device."""
+    if devices is None:
+        return settings
+    return {"workers": len(devices), "devices": [torch_device(one) for one in devices], **settings}
+
+
+@checked_class(name="strategy")
 class AdaptedStrategy(ReplicaStrategy):
     """A strategy of ours under TensorFlow's name. It joins the run at its first use."""
 
     def __init__(self, kind: Any, settings: dict[str, Any]) -> None:
-        settings = _known(type(self).__name__, kind, settings)
+        own = [name for name in inspect.signature(type(self)).parameters if name not in ("kind", "settings")]
+        settings = _known(type(self).__name__, kind, own, settings)
         self.joined = {name: value for name, value in settings.items() if name in JOINED}
         self.choice = kind(**{name: value for name, value in settings.items() if name not in JOINED})
         """The strategy object of ours."""
@@ -114,6 +121,7 @@ class AdaptedStrategy(ReplicaStrategy):
         return entered(self, self._scope)
 
 
+@checked_class()
 class MirroredStrategy(AdaptedStrategy):
     """`mh.Mirrored`: a replica of the model per worker of this host, one for each of `devices`.
 
@@ -121,11 +129,10 @@ class MirroredStrategy(AdaptedStrategy):
     """
 
     def __init__(self, devices: Sequence[str] | None = None, **settings: Any) -> None:
-        if devices is not None:
-            settings = {"workers": len(devices), "devices": [torch_device(one) for one in devices], **settings}
-        super().__init__(mh.Mirrored, settings)
+        super().__init__(mh.Mirrored, _on_devices(devices, settings))
 
 
+@checked_class()
 class MultiWorkerMirroredStrategy(AdaptedStrategy):
     """`mh.Mirrored` over hosts: the cluster is that of `mh run`, of TF_CONFIG, or of the resolver."""
 
@@ -139,6 +146,7 @@ class MultiWorkerMirroredStrategy(AdaptedStrategy):
         return self._resolver or run_resolver(self)
 
 
+@checked_class()
 class ParameterServerStrategy(AdaptedStrategy):
     """`mh.ParameterServer`: servers have the weights, and lease slices to workers, by default asynchronously."""
 
@@ -152,13 +160,26 @@ class ParameterServerStrategy(AdaptedStrategy):
         return self._resolver or run_resolver(self)
 
 
+@checked_class()
 class CentralStorageStrategy(AdaptedStrategy):
-    """`mh.CentralStorage`: one copy of the weights in host memory, which the workers share."""
+    """`mh.CentralStorage`: one copy of the weights in host memory, with which a worker for each device computes.
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(mh.CentralStorage, settings)
+    `compute_devices` are named as those of `MirroredStrategy`; `parameter_device` can only be the CPU.
+    """
+
+    def __init__(
+        self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None, **settings: Any
+    ) -> None:
+        if parameter_device is not None and parse(parameter_device).kind not in (None, "cpu"):
+            raise SpecError(
+                f"parameter_device is {parameter_device!r}, and the weights are in the host's memory.",
+                where="CentralStorageStrategy",
+                fix=['parameter_device="/cpu:0"', "MirroredStrategy(devices=[...]), with weights on each device"],
+            )
+        super().__init__(mh.CentralStorage, _on_devices(compute_devices, settings))
 
 
+@checked_class()
 class OneDeviceStrategy(AdaptedStrategy):
     """`mh.Single`: one worker, on `device`, by TensorFlow's name or torch's."""
 

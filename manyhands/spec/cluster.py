@@ -102,7 +102,7 @@ class ClusterSpec:
 
     def _of(self, job: str) -> dict[int, str]:
         if job not in self._jobs:
-            raise ClusterError(f'The cluster has no job "{job}"; it has {", ".join(self._jobs)}.', fix=self.jobs[:1])
+            raise ClusterError(f'The cluster has no job "{job}"; it has {", ".join(self.jobs)}.', fix=self.jobs[:1])
         return self._jobs[job]
 
     def __eq__(self, other: object) -> bool:

@@ -76,6 +76,26 @@ MultiWorker = Mirrored
 """Replicas are the same strategy on one host and on many."""
 
 
+def _refuse_reducer(reducer: Any, where: str) -> None:
+    """`SpecError` for a reducer where the workers divide the sum of the gradients."""
+    if reducer is None or reducer == "exact":
+        return
+    if not callable(reducer):
+        raise _wrong(
+            f"reducer is {reducer!r}, but gradients are summed exactly here",
+            "no reducer=",
+            'mh.Mirrored(reducer="bf16")',
+            where=where,
+        )
+    raise _wrong(
+        "reducer is a function of every slice's gradients, but the workers divide their sum: each adds up a part, and "
+        "none sees the gradients of all slices",
+        "mh.Mirrored(reducer=...)",
+        "no reducer=",
+        where=where,
+    )
+
+
 class CentralStorage(StrategySettings, frozen=True, kw_only=True):
     """One copy of the weights in the host's memory, updated once per step; all workers of the host compute with it.
 
@@ -83,10 +103,16 @@ class CentralStorage(StrategySettings, frozen=True, kw_only=True):
         workers: How many. Default: one per accelerator; without accelerators, one.
         devices, threads, dtypes, recompute, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
+        reducer: Only None and "exact": the workers add up gradients in the memory that they share, where no worker sees
+            those of each slice. A function is for `mh.Mirrored`.
     """
 
     workers: int | None = None
+    reducer: Any = None
     name = "central_storage"
+
+    def __post_init__(self) -> None:
+        _refuse_reducer(self.reducer, "mh.CentralStorage")
 
 
 class _Level(StrategySettings, frozen=True):
@@ -111,14 +137,17 @@ class Sharded(_Level, frozen=True, kw_only=True):
         cluster: As in `mh.Mirrored`.
         devices, threads, dtypes, memory_limit: devices, threads, precision and memory of the workers; see
             `mh.Single`.
+        reducer: As in `mh.CentralStorage`.
     """
 
     offload: str | None = None
     workers: int | None = None
     cluster: Any = None
+    reducer: Any = None
     name = "sharded"
 
     def __post_init__(self) -> None:
+        _refuse_reducer(self.reducer, "mh.Sharded")
         one_of("level", self.level, LEVELS, "mh.Sharded")
         if self.offload not in (None, "host"):
             raise _wrong(f"offload is {self.offload!r}", 'offload="host"', "offload=None", where="mh.Sharded")

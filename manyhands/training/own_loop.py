@@ -26,9 +26,9 @@ from manyhands.events import Logged
 from manyhands.parallel.model.per_part_optimizers import SeveralOptimizers
 from manyhands.parameter_server.loop.leased_own_loop import LeasedOwnLoop, refuse_unsynchronised
 from manyhands.parameter_server.loop.server_main import serve
+from manyhands.spec.keyword_check import checked_keywords
 from manyhands.strategies.base import LossFn, MetricFn, SliceLike
 from manyhands.training.enter_run import enter
-from manyhands.training.keyword_check import checked_keywords
 from manyhands.training.loop.lockstep_own_loop import LockstepOwnLoop
 from manyhands.training.loop.run import Run
 from manyhands.training.loop.setting_checks import by_step, check_counts

@@ -22,12 +22,12 @@ from manyhands.errors import DataError, SpecError
 from manyhands.parameter_server.loop.leased_source import leased_source
 from manyhands.parameter_server.loop.server_main import serve
 from manyhands.planner.measure.plan_request import write_plan
+from manyhands.spec.keyword_check import checked_keywords
 from manyhands.spec.load import nearest
 from manyhands.spec.probe_requests import order_of_this_worker
 from manyhands.strategies.base import LossFn, MetricFn
 from manyhands.training.enter_run import enter
 from manyhands.training.history import History, html_table
-from manyhands.training.keyword_check import checked_keywords
 from manyhands.training.loop.fit import LockstepSource, run_fit
 from manyhands.training.loop.fit_history import TRAINED, FitSettings
 from manyhands.training.loop.run import EVAL_BATCH, Run

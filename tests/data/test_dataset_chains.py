@@ -356,7 +356,7 @@ def test_what_cannot_be_reproduced_is_refused_with_what_to_write():
     for make, what in [
         (lambda: mh.Dataset.from_generator(iter([1])), "can be read only once"),
         (lambda: NUMBERS.map(plus, deterministic=False), "which process is faster"),
-        (lambda: NUMBERS.cache("file"), "only memory"),
+        (lambda: NUMBERS.cache("file"), "outlives the functions"),
         (lambda: NUMBERS.shuffle(0), "buffer_size is 0"),
         (lambda: NUMBERS.batch(2.5), "batch_size is 2.5"),
         (lambda: NUMBERS.shard(2, 2), "index is 2 of 2"),

@@ -113,6 +113,8 @@ def test_strategies_are_ours_under_tensorflows_names() -> None:
     assert isinstance(tf_distribute.CentralStorageStrategy().choice, mh.CentralStorage)
     kinds = tf_distribute.experimental
     assert kinds.MultiWorkerMirroredStrategy is tf_distribute.MultiWorkerMirroredStrategy
+    assert kinds.MirroredStrategy is tf_distribute.MirroredStrategy
+    assert kinds.OneDeviceStrategy is tf_distribute.OneDeviceStrategy
     assert kinds.CentralStorageStrategy is tf_distribute.CentralStorageStrategy
     assert kinds.coordinator.ClusterCoordinator is tf_distribute.coordinator.ClusterCoordinator
     with pytest.raises(SpecError, match="no parameter servers"):
@@ -159,6 +161,6 @@ def test_every_name_is_there() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(getattr(tf_distribute, name) is not None for name in tf_distribute.__all__)
-    assert tf_distribute.InputContext(worker=1, num_workers=2).get_per_replica_batch_size(8) == 4
+    assert tf_distribute.InputContext(num_input_pipelines=2, input_pipeline_id=1).get_per_replica_batch_size(8) == 4
     with pytest.raises(SpecError, match="does not divide"):
-        tf_distribute.InputContext(num_workers=3).get_per_replica_batch_size(8)
+        tf_distribute.InputContext(num_input_pipelines=3).get_per_replica_batch_size(8)

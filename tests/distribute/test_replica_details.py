@@ -74,18 +74,32 @@ def test_a_metric_that_replicas_reset_begins_anew(ranks: RankPool) -> None:
     assert ranks(2, resets) == [[0.5, 0.25, 0.0, 0.75]] * 2
 
 
+class OwnGradients(torch.optim.SGD):
+    def get_gradients(self, loss: Any, params: Any) -> Any:
+        return torch.autograd.grad(loss, params)
+
+
 class OwnReduction(torch.optim.SGD):
+    calls = 0
+
     def reduce_grad(self, gradients: Any) -> Any:
-        return gradients
+        self.calls += 1
+        return [largest(one) for one in gradients]
+
+
+def largest(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(gradients).amax(0)
 
 
 def refused() -> list[str]:
     weight = nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
+    strategy = Replicas(mh.Mirrored(reducer=largest))  # one: joining again takes a while
     calls = [
-        lambda: Replicas().run(OwnReduction([weight], lr=0.1).step),
-        lambda: Replicas().reduce("SUM", torch.tensor(1.0), axis=0),
-        lambda: Replicas().gather(torch.tensor(1.0), axis=0),
+        lambda: strategy.run(OwnGradients([weight], lr=0.1).step),
+        lambda: strategy.run(OwnReduction([weight], lr=0.1).step),
+        lambda: strategy.reduce("SUM", torch.tensor(1.0), axis=0),
+        lambda: strategy.gather(torch.tensor(1.0), axis=0),
     ]
     found = []
     for call in calls:
@@ -98,12 +112,39 @@ def refused() -> list[str]:
 
 def test_what_a_replica_cannot_do_is_refused(ranks: RankPool) -> None:
     words = [
-        "NotHere: OwnReduction has reduce_grad",
+        "NotHere: OwnGradients has get_gradients",
+        "NotHere: OwnReduction has reduce_grad, and the strategy a reducer",
         "SpecError: axis is 0, and this replica's value has 0 dimensions",
         "SpecError: axis is 0, and this replica's value has 0 dimensions",
     ]
     for found in ranks(2, refused):
-        assert [said.startswith(one) for one, said in zip(words, found, strict=True)] == [True] * 3
+        assert [said.startswith(one) for one, said in zip(words, found, strict=True)] == [True] * 4
+
+
+def own_reduction(how: str) -> tuple[list[float], list[float], int]:
+    """Replicas 0 and 1 have the gradients (1, 0) and (2, -5); the second weight is used by replica 1 alone."""
+    strategy = Replicas(mh.Mirrored(reducer=largest if how == "reducer" else None))
+    rank = strategy._replicas().rank
+    weight, other, unused = (nn.Parameter(torch.zeros(size)) for size in (2, 1, 1))
+    make: Any = OwnReduction if how == "optimizer" else torch.optim.SGD
+    optimizer = make([weight, other, unused], lr=1.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (weight * torch.tensor([[1.0, 0.0], [2.0, -5.0]][rank])).sum().backward()
+        if rank == strategy._replicas().size - 1:
+            (other * 3.0).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    return weight.tolist(), other.tolist(), getattr(optimizer, "calls", 0)
+
+
+def test_a_reduction_of_the_users_own_gets_every_replicas_gradients_once_per_step(ranks: RankPool) -> None:
+    assert ranks(2, own_reduction, "sum") == [([-3.0, 5.0], [-3.0], 0)] * 2
+    assert ranks(2, own_reduction, "reducer") == [([-2.0, 0.0], [-3.0], 0)] * 2
+    assert ranks(2, own_reduction, "optimizer") == [([-2.0, 0.0], [-3.0], 1)] * 2
+    assert ranks(1, own_reduction, "optimizer") == [([-1.0, 0.0], [-3.0], 1)], "with one replica, too"
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Any:

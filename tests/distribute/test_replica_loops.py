@@ -38,9 +38,9 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x[low : low + BATCH], y[low : low + BATCH]) for low in range(0, ROWS, BATCH)]
 
 
-def torch_loop(make_unlike: bool = False) -> dict[str, Any]:
+def torch_loop(make_unlike: bool = False, choice: Any = None) -> dict[str, Any]:
     """The last batch has 10 rows; with three replicas 20 rows do not divide."""
-    strategy = Replicas()
+    strategy = Replicas(choice)
     torch.manual_seed(1 + (strategy._replicas().rank if make_unlike else 0))
     model = nn.Linear(FEATURES, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -72,6 +72,7 @@ def torch_loop(make_unlike: bool = False) -> dict[str, Any]:
         "mean": float(strategy.reduce("MEAN", mine[: 1 + ids[0][0]], axis=0)),
         "list": float(strategy.reduce("SUM", [torch.tensor(1.0), torch.tensor(2.0)], axis=None)),
         "gathered": strategy.gather(mine, axis=0).tolist(),
+        "state": len(optimizer.state),
         "outside": tf_distribute.get_strategy().num_replicas_in_sync,
     }
 
@@ -93,10 +94,45 @@ def test_replicas_of_a_torch_loop_end_where_one_process_ends(ranks: RankPool) ->
     assert two[0]["gathered"] == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
 
 
-def keras_loop(distributed: bool, apply: str) -> dict[str, Any]:
+def test_replicas_of_central_storage_have_one_copy_of_the_weights_and_of_the_optimizers_state(ranks: RankPool) -> None:
+    alone = ranks(1, torch_loop, False, mh.CentralStorage())[0]
+    mirrored = ranks(2, torch_loop)[0]
+    for rank, one in enumerate(ranks(2, torch_loop, False, mh.CentralStorage())):
+        assert one["ids"] == (rank, 2) and one["state"] == (2 if rank == 0 else 0)
+        np.testing.assert_allclose(one["losses"], alone["losses"], rtol=1e-5)
+        assert one["weights"].tobytes() == mirrored["weights"].tobytes()
+
+
+def in_one_memory(break_it: bool) -> list[float] | str:
+    """What each replica reads after replica 1 alone has written; or what a step outside of `run` says."""
+    strategy, weight = Replicas(mh.CentralStorage()), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    exchange = strategy._replicas()
+
+    def step() -> None:
+        weight.grad = torch.ones(3)
+        optimizer.step()
+
+    strategy.run(step)
+    if break_it:
+        weight.grad = torch.ones(3)
+        return error_of(lambda: (optimizer.step(), strategy.run(step)))
+    if exchange.rank == 1:
+        weight.data[1] = 7.0
+    exchange.gather(torch.zeros(1))
+    return weight.tolist()
+
+
+def test_the_weights_of_central_storage_are_in_memory_that_all_replicas_see(ranks: RankPool) -> None:
+    assert ranks(2, in_one_memory, False) == [[0.0, 7.0, 0.0]] * 2
+    for said in ranks(2, in_one_memory, True):
+        assert isinstance(said, str) and "changed outside of strategy.run" in said
+
+
+def keras_loop(distributed: bool, apply: str, choice: Any = None) -> dict[str, Any]:
     """TensorFlow's guide of custom training, with its imports changed."""
     keras = import_keras()
-    strategy = Replicas(mh.Mirrored() if distributed else mh.Single())
+    strategy = Replicas(choice or (mh.Mirrored() if distributed else mh.Single()))
     strategy._replicas()
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
@@ -156,6 +192,14 @@ def test_a_keras_loop_aggregates_gradients_and_metrics(ranks: RankPool, apply: s
 
 
 @pytest.mark.usefixtures("_keras")
+def test_a_keras_loop_with_central_storage_ends_where_replicas_end(ranks: RankPool) -> None:
+    mirrored = ranks(2, keras_loop, True, "apply_gradients")[0]
+    for found in ranks(2, keras_loop, True, "apply_gradients", mh.CentralStorage()):
+        assert found["steps"] == 6 and found["results"] == mirrored["results"]
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found["weights"], mirrored["weights"], strict=True))
+
+
+@pytest.mark.usefixtures("_keras")
 def test_batch_statistics_are_the_mean_over_the_replicas(ranks: RankPool) -> None:
     first, second = ranks(2, keras_loop, True, "statistics")
     assert all(a.tobytes() == b.tobytes() for a, b in zip(first["weights"], second["weights"], strict=True))
@@ -212,15 +256,18 @@ def error_of(make: Any, *args: Any) -> str:
 
 
 def wrong() -> list[str]:
+    """What each of these says; those that stop before anything differs share a strategy, as joining takes a while."""
+    shared = Replicas()
+
     def run(choice: Any = None, **joined: Any) -> None:
         Replicas(choice, **joined).run(lambda: None)
 
     def few() -> None:
-        list(Replicas().experimental_distribute_dataset([torch.zeros(1, 2)]))
+        list(shared.experimental_distribute_dataset([torch.zeros(1, 2)]))
 
     def closure() -> None:
         optimizer = torch.optim.LBFGS(nn.Linear(2, 1).parameters())
-        Replicas().run(lambda: optimizer.step(lambda: 0.0))
+        shared.run(lambda: optimizer.step(lambda: 0.0))
 
     def outside() -> None:
         strategy, weight = Replicas(), nn.Parameter(torch.ones(1))
@@ -234,12 +281,10 @@ def wrong() -> list[str]:
             strategy.run(optimizer.step)
 
     def nested() -> None:
-        strategy = Replicas()
-        strategy.run(lambda: strategy.run(lambda: None))
+        shared.run(lambda: shared.run(lambda: None))
 
     def reduce_inside() -> None:
-        strategy = Replicas()
-        strategy.run(lambda: strategy.reduce("SUM", torch.ones(1)))
+        shared.run(lambda: shared.reduce("SUM", torch.ones(1)))
 
     return [
         error_of(shuffled, "unlike"),
@@ -251,10 +296,11 @@ def wrong() -> list[str]:
         error_of(nested),
         error_of(reduce_inside),
         error_of(run, mh.ParameterServer()),
-        error_of(run, mh.CentralStorage()),
+        error_of(run, mh.Sharded()),
+        error_of(run, mh.Mirrored(reducer="bf16")),
         error_of(lambda: run(clip_norm=1.0)),
         error_of(run, mh.Mirrored(elastic=(1, 2))),
-        error_of(lambda: Replicas().reduce("MAX", torch.ones(1))),
+        error_of(lambda: shared.reduce("MAX", torch.ones(1))),
     ]
 
 
@@ -268,8 +314,9 @@ def test_what_would_be_wrong_is_an_error(ranks: RankPool) -> None:
         "DataError: A batch of 1 rows is for 2 replicas",
         "UsageError: run was called inside of a run",
         "UsageError: reduce was called inside of run",
-        "NotHere: Replicas.run would compute on replicas, and mh.ParameterServer keeps",
-        "NotHere: Replicas.run would compute on replicas, and mh.CentralStorage keeps",
+        "NotHere: Replicas has no replicas to run, reduce or gather over: servers have the weights",
+        "NotHere: Replicas.run would compute on replicas, and mh.Sharded keeps",
+        "SpecError: reducer='bf16' is how our steps send gradients",
         "SpecError: clip_norm=1.0 is about steps that we take",
         "SpecError: elastic= is not for a loop",
         "SpecError: 'MAX' is no reduction",
@@ -304,3 +351,14 @@ def test_a_layer_that_one_replica_uses_gets_its_gradient_and_no_other_layers(ran
     for found in ranks(2, branching_loop):
         for name, value in alone.items():
             np.testing.assert_allclose(found[name], value, atol=1e-6, err_msg=name)
+
+
+def away() -> str:
+    strategy, weight = Replicas(mh.CentralStorage()), nn.Parameter(torch.ones(2, device="meta"))
+    exchange = strategy._replicas()
+    assert exchange.central is not None
+    return error_of(exchange.central.adopt, [weight])
+
+
+def test_weights_on_a_device_are_not_taken_into_the_hosts_memory(ranks: RankPool) -> None:
+    assert all(said.startswith("NotHere: A weight is on meta") for said in ranks(2, away))

@@ -42,8 +42,18 @@ def test_a_cluster_is_a_dict_or_pairs_and_its_task_has_an_address() -> None:
 def test_the_only_job_of_a_cluster_may_have_any_name() -> None:
     server = train.Server(train.ClusterSpec({"local": ["localhost:2222", "localhost:2223"]}), task_index=1)
     assert server.ours.task.trains and server.target == "localhost:2223"
+    local = server.cluster_spec
+    assert (
+        local.jobs == ["local"] and local.num_tasks("local") == 2 and local.task_address("local", 1) == "localhost:2223"
+    )
+    assert local.job_tasks("local") == local.as_dict()["local"] == ["localhost:2222", "localhost:2223"]
+    assert local == mh.ClusterSpec({"worker": ["localhost:2222", "localhost:2223"]}) == train.ClusterSpec(local)
+    several = train.ClusterSpec({"trainer": ["localhost:1"], "worker": ["localhost:2"]})
+    assert several.job_tasks("trainer") == ["localhost:1"] and several.jobs == ["trainer", "worker"]
     with pytest.raises(ClusterError, match="'trainer' is not"):
-        train.ClusterSpec({"trainer": ["localhost:1"], "worker": ["localhost:2"]})
+        train.Server(several, job_name="worker")
+    with pytest.raises(ClusterError, match='no job "reader"; it has trainer, worker'):
+        several.job_tasks("reader")
     with pytest.raises(ClusterError, match="list of pairs"):
         train.ClusterSpec(["localhost:1"])  # type: ignore[list-item]
 

@@ -33,6 +33,8 @@ def test_devices_by_tensorflows_names_are_torchs_or_the_cpu() -> None:
     with pytest.warns(UserWarning, match="/gpu:1 is not in this machine"):
         mirrored = tf_distribute.MirroredStrategy(devices=["/gpu:0", "GPU:1", "cpu"])
     assert (mirrored.choice.workers, list(mirrored.choice.devices)) == (3, ["cpu"] * 3)
+    central = tf_distribute.CentralStorageStrategy(compute_devices=["/gpu:0", "/cpu:0"], parameter_device="/cpu:0")
+    assert (central.choice.workers, list(central.choice.devices)) == (2, ["cpu"] * 2)
     assert list(tf_distribute.OneDeviceStrategy("/device:CPU:0").choice.devices) == ["cpu"]
     assert list(tf_distribute.OneDeviceStrategy("cuda:1").choice.devices) == ["cuda:1"]
 
@@ -43,7 +45,7 @@ def test_devices_by_tensorflows_names_are_torchs_or_the_cpu() -> None:
         (lambda: tf_distribute.MirroredStrategy(cross_device_ops=1), "'cross_device_ops'"),
         (lambda: tf_distribute.MultiWorkerMirroredStrategy(communication_options=1), "'communication_options'"),
         (lambda: tf_distribute.ParameterServerStrategy(variable_partitioner=1), "'variable_partitioner'"),
-        (lambda: tf_distribute.CentralStorageStrategy(compute_devices=["/gpu:0"]), "'compute_devices'"),
+        (lambda: tf_distribute.CentralStorageStrategy(parameter_device="/gpu:0"), "parameter_device is '/gpu:0'"),
         (lambda: tf_distribute.MirroredStrategy(wrkers=2), "'wrkers'"),
         (lambda: train.Server({"worker": ["a:1"]}, protocol="grpc+verbs"), "'protocol'"),
         (lambda: train.ConfigProto(device_filters=["/job:ps"]), "'device_filters'"),
@@ -86,6 +88,7 @@ def test_the_options_of_a_configuration_act_when_they_are_set_as_attributes() ->
 def test_a_misprint_of_the_longest_name_is_understood_and_said(name: str) -> None:
     with pytest.warns(UserWarning, match="is taken for MultiWorkerMirroredStrategy"):
         assert getattr(tf_distribute, name) is tf_distribute.MultiWorkerMirroredStrategy
+    assert getattr(experimental, name) is tf_distribute.MultiWorkerMirroredStrategy
     with pytest.raises(AttributeError):
         _ = tf_distribute.MirrorStrategy  # type: ignore[attr-defined]
 

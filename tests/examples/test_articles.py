@@ -36,7 +36,7 @@ SAID = {
     "autocast_grad_scaler": "the layer computed in torch.float16 and its weights are torch.float32",
     "balance_flow": "Divided(step=",
     "bf16_flow": "34312 bytes become 17156",
-    "central_storage": "what a lost host leaves is step-00000024",
+    "central_storage": "what a lost host leaves is central-3.keras",
     "cluster_and_worker": "w is [200.0, 200.0, 200.0] after 200 calls",
     "cluster_session": "bias: /job:ps/task:1/device:CPU:0",
     "data_and_model_mesh": "2 workers, 1348 parameters in all",
@@ -55,7 +55,7 @@ SAID = {
     "model_parallel_flow": "parameters here: [(128, 64), (128,), (16, 128), (16,)]",
     "monitored_session_hooks": "20 steps, loss",
     "multi_gpu_model": "between one process in two parts and two workers",
-    "multi_worker_tf_config": "loss [",
+    "multi_worker_tf_config": "of 2 replicas",
     "parameter_server_flow": "staleness=1)",
     "pipeline_branches": "pipeline.svg",
     "reduce_grad_optimizer": "reduce_grad was called 20 times in 20 steps",
@@ -133,6 +133,52 @@ def test_every_file_has_a_head_in_both_languages_is_short_and_imports_public_nam
     allowed = PUBLIC | OTHER_LIBRARIES | {"flow_record"} | set(sys.stdlib_module_names)
     found = imported(path)
     assert all(name in allowed or name.split(".")[0] in {*OTHER_LIBRARIES, *sys.stdlib_module_names} for name in found)
+
+
+TENSORFLOW_2 = {
+    "central_storage",
+    "distribute_dataset_loop",
+    "keras_compile_fit",
+    "mirrored_dataset_function",
+    "mirrored_devices_reduce",
+    "mixed_float16_policy",
+    "multi_worker_tf_config",
+}
+"""The programs that TensorFlow 2 has, in Keras: they say that only their imports are changed."""
+TF_NAMES = {
+    *("CentralStorageStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy", "GradientTape", "ReduceOp"),
+    *("function", "compute_average_loss", "mixed_precision", "Dataset"),  # of tf, tf.nn, tf.keras and tf.data
+}
+TF_STRATEGY = {
+    *("scope", "run", "reduce", "experimental_distribute_dataset", "num_replicas_in_sync"),
+    "experimental_distribute_datasets_from_function",
+}
+TF_OPTIONS = {"devices", "compute_devices", "parameter_device", "cluster_resolver"}
+
+
+@pytest.mark.parametrize("name", sorted(TENSORFLOW_2))
+def test_a_tensorflow_2_program_uses_tensorflows_names_only(name: str) -> None:
+    [path] = [path for path in FILES if path.stem == name]
+    program = ast.parse(path.read_text())
+    ours = {
+        alias.asname or alias.name
+        for node in ast.walk(program)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).startswith("manyhands")
+    }
+    modules, taken = {"mh", "tf_distribute"} & ours, ours - {"mh", "tf_distribute"}
+    assert ours and taken <= TF_NAMES
+    for node in ast.walk(program):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            allowed = TF_NAMES if node.value.id in modules else TF_STRATEGY if node.value.id == "strategy" else None
+            assert allowed is None or node.attr in allowed, f"{node.value.id}.{node.attr}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Strategy"):
+            assert {one.arg for one in node.keywords} <= TF_OPTIONS
+    head = ast.get_docstring(program) or ""
+    assert "only the imports are changed" in head.replace("\n", " ").lower() and "只改了 import" in head.replace(
+        "\n", ""
+    )
 
 
 def test_what_each_prints_is_known() -> None:

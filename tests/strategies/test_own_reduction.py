@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import SpecError, TrainingFailed
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.testing import RankPool
 from tests.training.workloads import OPTIMIZERS, data, mean_loss, plain, weights_of
 
@@ -167,8 +168,11 @@ def reducing(params: Any) -> Reducing:
 REFUSED: list[tuple[Callable[..., Any], Any, str, str]] = [
     (lambda params: WithOwnGradients(params, lr=LR), "mirrored", "fp32", "has get_gradients"),
     (reducing, mh.Mirrored(reducer=median), "fp32", "only one of them"),
-    (reducing, mh.LocalSGD(every=2), "fp32", 'strategy="local_sgd"'),
-    (reducing, "central_storage", "fp32", 'strategy="central_storage"'),
+    *(
+        (reducing, name, "fp32", f'strategy="{name}"')
+        for name in sorted(STRATEGIES)
+        if name not in ("single", "mirrored", "parameter_server")  # servers are processes: checked below
+    ),
     (reducing, "mirrored", "fp16", "fp16 scales the loss"),
     (OPTIMIZERS["SGD"], mh.Mirrored(reducer=median), "fp16", "fp16 scales the loss"),
     (OPTIMIZERS["SGD"], mh.Mirrored(reducer=lambda gradients: gradients[0][0]), "fp32", "reducer returned"),
@@ -191,6 +195,15 @@ def refusals() -> list[str]:
 def test_a_reduction_that_would_not_be_called_is_refused(ranks: RankPool) -> None:
     for (*_, words), said in zip(REFUSED, ranks(1, refusals)[0], strict=True):
         assert words in said
+
+
+@pytest.mark.parametrize("strategy", [mh.CentralStorage, mh.Sharded])
+def test_strategies_that_divide_the_sum_refuse_a_function_when_they_are_made(strategy: Any) -> None:
+    with pytest.raises(SpecError, match="none sees the gradients of all slices") as refused:
+        strategy(reducer=median)
+    assert "mh.Mirrored(reducer=...)" in str(refused.value) and strategy(reducer="exact").reducer == "exact"
+    with pytest.raises(SpecError, match="'bf16', but gradients are summed exactly"):
+        strategy(reducer="bf16")
 
 
 def test_what_is_no_function_is_refused() -> None:

@@ -29,7 +29,7 @@ def make_dataset(context):
 
 
 if __name__ == "__main__":
-    strategy = tf_distribute.MirroredStrategy(workers=2)
+    strategy = tf_distribute.MirroredStrategy(devices=["/cpu:0", "/cpu:1"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(2)])
         optimizer = keras.optimizers.SGD(0.5)
@@ -47,5 +47,4 @@ if __name__ == "__main__":
 
     for epoch in range(3):
         losses = [strategy.reduce("SUM", strategy.run(train_step, args=(inputs,)), axis=None) for inputs in dataset]
-        if strategy.hands.is_chief:
-            print(f"epoch {epoch}, {strategy.num_replicas_in_sync} replicas, loss {float(sum(losses)) / 8:.4f}")
+        print(f"epoch {epoch}, {strategy.num_replicas_in_sync} replicas, loss {float(sum(losses)) / 8:.4f}")

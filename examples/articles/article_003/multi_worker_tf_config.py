@@ -2,12 +2,14 @@
 
 It replicates: every worker has the whole model and its rows of each batch, and gradients are summed in every step. That
 is synchronous data parallelism; no parameter is divided. Each host exports TF_CONFIG and runs the same script, here
-with both tasks on this host: `python multi_worker_tf_config.py` starts two processes with their own TF_CONFIG.
+with both tasks on this host: `python multi_worker_tf_config.py` starts two processes with their own TF_CONFIG. In
+`main` only the imports are changed.
 
 文章 003 的程序：用 TF_CONFIG 的 MultiWorkerMirroredStrategy，文中称之为模型并行。
 
 它做的是复制：每个 worker 都有完整的模型，各取批次中的几行，每一步对梯度求和。这是同步数据并行，没有切分任何参数。每台
-机器设置自己的 TF_CONFIG，运行同一个脚本；这里两个任务都在本机：直接运行本文件会启动两个各有 TF_CONFIG 的进程。
+机器设置自己的 TF_CONFIG，运行同一个脚本；这里两个任务都在本机：直接运行本文件会启动两个各有 TF_CONFIG 的进程。main 里
+只改了 import。
 """
 
 import json
@@ -16,15 +18,11 @@ import socket
 import subprocess
 import sys
 
-import torch
-from torch import nn
+os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported / 必须在导入 Keras 之前
+import keras
+import numpy as np
 
-import manyhands as mh
 from manyhands import distribute as tf_distribute
-
-
-def loss(model, batch):
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def start_both_tasks():
@@ -38,11 +36,15 @@ def start_both_tasks():
 
 def main():
     strategy = tf_distribute.MultiWorkerMirroredStrategy()
-    trainer = mh.Trainer(nn.Linear(4, 1), loss, lambda params: torch.optim.SGD(params, lr=0.1), strategy.choice)
-    x = torch.randn(128, 4, generator=torch.Generator().manual_seed(0))
-    history = trainer.fit((x, x.sum(1, keepdim=True)), epochs=3, batch_size=32)
-    if trainer.is_chief:
-        print("loss", [round(row["loss"], 4) for row in history])
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    x = np.random.default_rng(0).normal(size=(128, 4)).astype("float32")
+    history = model.fit(x, x.sum(1, keepdims=True), batch_size=32, epochs=3, verbose=0)
+    print(
+        "loss", [round(value, 4) for value in history.history["loss"]], "of", strategy.num_replicas_in_sync, "replicas"
+    )
 
 
 if __name__ == "__main__":

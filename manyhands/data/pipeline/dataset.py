@@ -52,16 +52,21 @@ from manyhands.data.pipeline.binding import Binding
 from manyhands.data.pipeline.chain_source import AUTOTUNE
 from manyhands.data.pipeline.elements import structure
 from manyhands.data.pipeline.leaves import PARQUET, PICTURES, class_folders, class_of, row_groups
+from manyhands.data.pipeline.signature import SignedGenerator
 from manyhands.data.pipeline.views import ENDLESS
 from manyhands.data.sources.columns import ColumnTable, is_array
 from manyhands.data.sources.file_formats import ENDINGS
 from manyhands.errors import DataError
+from manyhands.spec.keyword_check import checked_class
 
 __all__ = ["Dataset"]
 
 _FULL: Literal["full"] = "full"
+TUNED_CYCLE = 8
+"""The `cycle_length` of an interleave that leaves it to us: the same everywhere."""
 
 
+@checked_class()
 class Dataset:
     """Data as a chain of steps, as in tf.data, for `fit`, `evaluate`, `predict` and `hands.batches`.
 
@@ -111,13 +116,18 @@ class Dataset:
         return Dataset(st.RangeStage(numbers.start, numbers.stop, numbers.step))
 
     @staticmethod
-    def from_generator(generator: Callable[..., Any], args: tuple[Any, ...] = ()) -> Dataset:
+    def from_generator(
+        generator: Callable[..., Any], args: tuple[Any, ...] = (), *, output_signature: Any = None
+    ) -> Dataset:
         """What a generator function yields. It is called again for every epoch, in every worker, and must yield the
         same elements then; its draws from `random`, `numpy` and `torch` are the same everywhere.
 
         Args:
             generator: The function itself, not called. A parameter named `epoch` gets the number of the epoch, from 0.
             args: Its arguments.
+            output_signature: A `manyhands.distribute.TensorSpec` for each tensor of an element, in its structure.
+                Elements are converted to these types, and refused if they have another shape, or if a type cannot hold
+                them. Default: elements as they are.
         """
         if not callable(generator):
             raise DataError(
@@ -127,7 +137,8 @@ class Dataset:
                 fix=["the generator function itself, without calling it", "from_tensor_slices(list(...))"],
             )
         takes_epoch = "epoch" in inspect.signature(generator).parameters
-        return Dataset(st.GeneratorStage(generator, tuple(args), takes_epoch))
+        function = generator if output_signature is None else SignedGenerator(generator, output_signature)
+        return Dataset(st.GeneratorStage(function, tuple(args), takes_epoch))
 
     @staticmethod
     def list_files(
@@ -197,7 +208,7 @@ class Dataset:
         return Dataset(st.ZipStage(tuple(_stage_of(one, "zip") for one in datasets), names))
 
     def map(
-        self, map_func: Callable[..., Any], num_parallel_calls: int | None = None, deterministic: bool = True
+        self, map_func: Callable[..., Any], num_parallel_calls: int | None = None, deterministic: bool | None = None
     ) -> Dataset:
         """The result of a function of each element; a tuple is passed as several arguments.
 
@@ -208,12 +219,11 @@ class Dataset:
             num_parallel_calls: Loader processes per worker that compute ahead. They are spawned: the function must be
                 importable. `mh.Dataset.AUTOTUNE`: one for each core, divided among the workers. Default: the worker
                 itself calls it.
-            deterministic: Only True: the order is never a matter of time.
+            deterministic: Only None and True: the order is never a matter of time.
         """
         _check_deterministic(deterministic, "map")
         _check_function(map_func, "map")
-        if num_parallel_calls is not None and num_parallel_calls != AUTOTUNE:
-            _check_count(num_parallel_calls, "num_parallel_calls", "map", least=0)
+        _check_tuned(num_parallel_calls, "num_parallel_calls", "map")
         processes = 0 if num_parallel_calls is None else num_parallel_calls
         return Dataset(st.MapStage(self._stage, map_func, processes))
 
@@ -243,13 +253,23 @@ class Dataset:
         _check_count(buffer_size, "buffer_size", "shuffle", fix='shuffle("full"), shuffle(1000)')
         return Dataset(st.ShuffleStage(self._stage, int(buffer_size), seed, reshuffle_each_iteration))
 
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+    def batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
         """Several elements as one, with a new first dimension. At the end of a chain this is the global batch.
 
         Args:
             batch_size: Elements per batch, over all workers.
             drop_remainder: Without the last batch, if it is not full.
+            num_parallel_calls: Accepted as in tf.data: each worker makes the part of a batch that it uses.
+            deterministic: As for `map`.
         """
+        _check_deterministic(deterministic, "batch")
+        _check_tuned(num_parallel_calls, "num_parallel_calls", "batch")
         _check_count(batch_size, "batch_size", "batch")
         return Dataset(st.BatchStage(self._stage, int(batch_size), drop_remainder))
 
@@ -260,8 +280,8 @@ class Dataset:
 
         Args:
             batch_size: Elements per batch.
-            padded_shapes: A shape for each part of an element, such as `([None], [])`: None is the longest of the
-                batch, and costs each worker the whole batch. Default: None everywhere.
+            padded_shapes: A shape for each part of an element, such as `([None], [])`: None, or -1, is the longest
+                of the batch, and costs each worker the whole batch. Default: None everywhere.
             padding_values: What is padded with, one for all parts or one for each. Default: 0.
             drop_remainder: As for `batch`.
         """
@@ -319,25 +339,29 @@ class Dataset:
     def interleave(
         self,
         map_func: Callable[..., Dataset],
-        cycle_length: int = 1,
-        block_length: int = 1,
+        cycle_length: int | None = 1,
+        block_length: int | None = 1,
         num_parallel_calls: int | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
     ) -> Dataset:
         """Elements of the Datasets that a function makes of each element, taken in turn.
 
         Args:
             map_func: Returns a Dataset, such as `mh.Dataset.from_files`.
-            cycle_length: How many Datasets are open at a time.
-            block_length: How many elements are taken from each in turn.
+            cycle_length: How many Datasets are open at a time. `mh.Dataset.AUTOTUNE`, and None: 8, on every machine, as
+                the order depends on it.
+            block_length: How many elements are taken from each in turn; None: 1.
             num_parallel_calls: Accepted as in tf.data; elements are computed where they are needed.
-            deterministic: Only True.
+            deterministic: As for `map`.
         """
+        cycle_length = TUNED_CYCLE if cycle_length in (None, AUTOTUNE) else cycle_length
+        block_length = 1 if block_length is None else block_length
         _check_deterministic(deterministic, "interleave")
         _check_function(map_func, "interleave")
         _check_count(cycle_length, "cycle_length", "interleave")
         _check_count(block_length, "block_length", "interleave")
-        return Dataset(st.InterleaveStage(self._stage, map_func, cycle_length, block_length))
+        _check_tuned(num_parallel_calls, "num_parallel_calls", "interleave")
+        return Dataset(st.InterleaveStage(self._stage, map_func, int(cycle_length or 1), int(block_length)))
 
     def cache(self, filename: str = "") -> Dataset:
         """The elements as in the first epoch, in every epoch, kept in the memory of the processes that compute them.
@@ -347,9 +371,10 @@ class Dataset:
         """
         if filename:
             raise DataError(
-                f"cache({filename!r}) would keep elements in a file; only memory is supported.",
+                f"cache({filename!r}) would keep elements in a file, which outlives the functions that made them: "
+                "after a change of a map, a run would train with what the old one returned, and nothing could tell.",
                 where="cache",
-                fix=["cache()", "np.save of what the map returns, once, and from_files on that"],
+                fix=["cache(), in memory", 'np.save("prepared-1.npy", rows), once, and from_files("prepared-1.npy")'],
             )
         return Dataset(st.CacheStage(self._stage))
 
@@ -357,8 +382,9 @@ class Dataset:
         """The same elements: a run fetches two steps ahead in any case, in loader processes if `map` has them.
 
         Args:
-            buffer_size: Accepted as in tf.data; it has no effect.
+            buffer_size: Accepted as in tf.data, `mh.Dataset.AUTOTUNE` too; it has no effect.
         """
+        _check_tuned(buffer_size, "buffer_size", "prefetch")
         return Dataset(st.PrefetchStage(self._stage))
 
     def enumerate(self, start: int = 0) -> Dataset:
@@ -573,14 +599,20 @@ def _check_function(function: Any, where: str) -> None:
         raise DataError(f"{where} was given a {type(function).__name__}.", where=where, fix=[f"{where}(function)"])
 
 
-def _check_deterministic(deterministic: bool, where: str) -> None:
-    if not deterministic:
+def _check_deterministic(deterministic: bool | None, where: str) -> None:
+    if deterministic is False:
         raise DataError(
             "deterministic=False would let the order depend on which process is faster, so that no run could be "
             "resumed or compared.",
             where=where,
             fix=["no deterministic="],
         )
+
+
+def _check_tuned(value: int | None, name: str, where: str) -> None:
+    """`DataError` unless it is a number, None or `AUTOTUNE`."""
+    if value is not None and value != AUTOTUNE:
+        _check_count(value, name, where, least=0, fix=f"{name}=mh.Dataset.AUTOTUNE")
 
 
 def _check_count(value: Any, name: str, where: str, *, least: int = 1, fix: str = "") -> None:

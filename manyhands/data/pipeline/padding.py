@@ -42,7 +42,7 @@ def padded(values: Sequence[Any], shapes: Any = None, fill: Any = None) -> Any:
             where="padded_batch",
             fix=["a map before it that makes numbers of text", "batch(...), if nothing differs in length"],
         )
-    return _pad(found, shapes, 0 if fill is None else fill)
+    return _pad(found, shapes, 0 if fill is None else fill.item() if hasattr(fill, "item") else fill)
 
 
 def _part(given: Any, key: Any, *, alone: bool = False) -> Any:
@@ -68,7 +68,7 @@ def _pad(tensors: list[torch.Tensor], shape: Sequence[int | None] | None, fill: 
             fix=["elements with the same number of dimensions"],
         )
     longest = [max(tensor.shape[dim] for tensor in tensors) for dim in range(dims)]
-    wanted = [n if shape is None or shape[dim] is None else int(shape[dim] or 0) for dim, n in enumerate(longest)]
+    wanted = [n if shape is None or shape[dim] in (None, -1) else int(shape[dim] or 0) for dim, n in enumerate(longest)]
     if any(n > size for n, size in zip(longest, wanted, strict=True)):
         raise DataError(
             f"An element of size {longest} does not fit into padded_shapes {wanted}.",

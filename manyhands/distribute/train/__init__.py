@@ -1,7 +1,8 @@
 """TensorFlow 1's names for a training: `tf.train` and what programs of its time use beside it, over `mh.join`.
 
 A session is this worker's `Hands`: `sess.run(train_op)` is one step of a user loop, with the run's checkpoints and
-restarts. What a graph alone can mean is refused, with what to write instead. May import `dispatch` and `errors`.
+restarts. What a graph alone can mean is refused, with what to write instead.
+May import `dispatch`, `spec` and `errors`.
 Start reading at `session.MonitoredTrainingSession`.
 """
 
@@ -103,6 +104,16 @@ _RECORDS = "data is in files and arrays, not in records of TensorFlow"
 _QUEUES = "there is no graph of queues"
 _ADAM = "torch adds its epsilon at another place, so results would differ slightly"
 NOT_HERE = {
+    "ClusterDef": ("clusters are given in code", "ClusterSpec(...)"),
+    "ExponentialMovingAverage": ("averages of weights are torch's or Keras's", "torch.optim.swa_utils, use_ema=True"),
+    "LooperThread": ("threads are Python's", "threading.Thread, and coord.should_stop()"),
+    "ServerDef": ("servers are given in code", "Server(cluster, job_name=, task_index=)"),
+    "checkpoint_exists": ("paths are files", "pathlib.Path(path).exists()"),
+    "get_checkpoint_state": ("checkpoints are in a directory of the run", "latest_checkpoint(directory)"),
+    "input_producer": ("there is no graph of queues", "mh.Dataset.from_tensor_slices(...)"),
+    "list_variables": ("files are safetensors", "safetensors.safe_open(path)"),
+    "load_checkpoint": ("files are safetensors", "Saver(model).restore(None, path)"),
+    "slice_input_producer": ("there is no graph of queues", "mh.Dataset.from_tensor_slices(...)"),
     "AdamOptimizer": (_ADAM, "minimize(..., optimizer=lambda params: torch.optim.Adam(params, lr=1e-3))"),
     "RMSPropOptimizer": (_ADAM, "minimize(..., optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-3))"),
     "AdadeltaOptimizer": (

@@ -1,7 +1,7 @@
 """`ClusterSpec` and `Server` as TensorFlow 1 spells them: any names of jobs, `job_name=`, `task_index=`.
 
-Ours know four jobs. A cluster with one job of another name, such as "local", has workers only. Start reading at
-`ClusterSpec`.
+Ours know four jobs. A cluster with one job of another name, such as "local", has workers only. One with several jobs,
+some of other names, is a list of addresses, of which no server can be a task. Start reading at `ClusterSpec`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import manyhands as mh
 from manyhands.distribute.train.notices import refuse_unknown
 from manyhands.errors import ClusterError, NotHere
+from manyhands.spec.keyword_check import checked_class
 
 __all__ = ["ClusterSpec", "Server", "Target"]
 
@@ -22,8 +23,9 @@ UNUSED = {"protocol": "grpc", "config": None, "start": True}
 _NONE = object()
 
 
+@checked_class()
 class ClusterSpec(mh.ClusterSpec):
-    """`mh.ClusterSpec`, from a dict or from pairs, with any job names.
+    """`mh.ClusterSpec`, from a dict or from pairs, with any job names; it equals one of ours with the same jobs.
 
     "master" is the chief. If the cluster has one job, its tasks are workers, whatever its name.
 
@@ -35,7 +37,35 @@ class ClusterSpec(mh.ClusterSpec):
         jobs = _as_dict(cluster)
         self.job_of = _our_jobs(jobs)
         """Our name of each job, by the name that it was given."""
-        super().__init__({self.job_of[name]: tasks for name, tasks in jobs.items()})
+        self.unknown = [name for name, job in self.job_of.items() if job not in JOBS]
+        """Jobs that are none of ours."""
+        if self.unknown:
+            self._jobs = {name: mh.ClusterSpec({"worker": tasks})._jobs["worker"] for name, tasks in jobs.items()}
+        else:
+            super().__init__({self.job_of[name]: tasks for name, tasks in jobs.items()})
+
+    @property
+    def jobs(self) -> list[str]:
+        """Names of the jobs, as they were given."""
+        return sorted(self.job_of)
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Tasks by the names of the jobs, as they were given."""
+        tasks = super().as_dict()
+        return {name: tasks[self.job_of[name]] for name in self.jobs}
+
+    def _of(self, job: str) -> dict[int, str]:
+        return super()._of(self.job_of.get(job, job))
+
+    def in_our_names(self) -> mh.ClusterSpec:
+        """The cluster with our names of the jobs; `ClusterError` where some are none of ours."""
+        if self.unknown:
+            raise ClusterError(
+                f"Of several jobs each must be known, and {', '.join(map(repr, self.unknown))} is not.",
+                where="ClusterSpec",
+                fix=[f'"{job}"' for job in JOBS],
+            )
+        return mh.ClusterSpec({self.job_of[name]: tasks for name, tasks in self.as_dict().items()})
 
 
 def _as_dict(cluster: Any) -> dict[str, Any]:
@@ -61,13 +91,7 @@ def _as_dict(cluster: Any) -> dict[str, Any]:
 def _our_jobs(jobs: Mapping[str, Any]) -> dict[str, str]:
     ours = {name: SAME_JOB.get(name, name) for name in jobs}
     others = [name for name, job in ours.items() if job not in JOBS]
-    if others and len(ours) > 1:
-        raise ClusterError(
-            f"Of several jobs each must be known, and {', '.join(map(repr, others))} is not.",
-            where="ClusterSpec",
-            fix=[f'"{job}"' for job in JOBS],
-        )
-    return dict.fromkeys(others, "worker") or ours
+    return ours if len(ours) > 1 else dict.fromkeys(others, "worker") or ours
 
 
 class Target(str):
@@ -76,6 +100,7 @@ class Target(str):
     server: Server
 
 
+@checked_class()
 class Server:
     """`mh.Server`: this process as one task of the cluster. Pass `server.target` to the session.
 
@@ -90,7 +115,7 @@ class Server:
         self, server_or_cluster_def: Any, job_name: str | None = None, task_index: int | None = None, **options: Any
     ) -> None:
         unused = {name: value for name, value in options.items() if UNUSED.get(name, _NONE) != value}
-        refuse_unknown("Server", unused, ["job_name", "task_index"])
+        refuse_unknown("Server", unused, ["server_or_cluster_def", "job_name", "task_index", *UNUSED])
         cluster = (
             server_or_cluster_def
             if isinstance(server_or_cluster_def, ClusterSpec)
@@ -105,7 +130,9 @@ class Server:
                 )
             [job_name] = cluster.job_of
         self.cluster_spec = cluster
-        self.ours = mh.Server(cluster, cluster.job_of.get(job_name, job_name), 0 if task_index is None else task_index)
+        self.ours = mh.Server(
+            cluster.in_our_names(), cluster.job_of.get(job_name, job_name), 0 if task_index is None else task_index
+        )
         """The `mh.Server`, for a strategy's `cluster=`."""
 
     @staticmethod

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from manyhands.errors import SpecError, UsageError
+from manyhands.spec.keyword_check import checked_class, checked_keywords
 
 __all__ = ["QueueRunner", "ThreadCoordinator", "add_queue_runner", "start_queue_runners"]
 
@@ -20,6 +21,7 @@ PUT_TIMEOUT_S = 0.1
 _runners: list[QueueRunner] = []
 
 
+@checked_class(name="Coordinator")
 class ThreadCoordinator:
     """Threads of one process that end together: as TensorFlow's `Coordinator`.
 
@@ -101,6 +103,7 @@ class ThreadCoordinator:
             )
 
 
+@checked_class()
 class QueueRunner:
     """Threads that fill a `queue.Queue`: each calls one of `enqueue_ops` and puts what it returns.
 
@@ -175,11 +178,13 @@ class QueueRunner:
         return False
 
 
+@checked_keywords
 def add_queue_runner(qr: QueueRunner) -> None:
     """Have `start_queue_runners` start it."""
     _runners.append(qr)
 
 
+@checked_keywords
 def start_queue_runners(
     sess: Any = None, coord: ThreadCoordinator | None = None, daemon: bool = True
 ) -> list[threading.Thread]:

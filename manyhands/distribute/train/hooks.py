@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import manyhands as mh
 from manyhands.errors import NonFinite, SpecError
+from manyhands.spec.keyword_check import checked_class
 
 if TYPE_CHECKING:
     from manyhands.distribute.train.saver import WeightsSaver
@@ -37,18 +38,21 @@ __all__ = [
 KEEP_ALL = 10**9
 
 
+@checked_class()
 class SessionRunArgs(NamedTuple):
     """What a hook asks for beside the user's fetches."""
 
     fetches: Any
 
 
+@checked_class()
 class SessionRunValues(NamedTuple):
     """What a hook gets: `results` has the structure of its fetches."""
 
     results: Any
 
 
+@checked_class()
 class SessionRunContext:
     """One call of `run`, for hooks."""
 
@@ -60,6 +64,7 @@ class SessionRunContext:
         self.stop_requested = True
 
 
+@checked_class()
 class SessionRunHook:
     """Called around every `run` of a session: subclass it."""
 
@@ -80,6 +85,7 @@ class SessionRunHook:
         """The session ends without an error."""
 
 
+@checked_class()
 class StopAtStepHook(SessionRunHook):
     """Ends the training of all workers exactly at a step.
 
@@ -96,6 +102,7 @@ class StopAtStepHook(SessionRunHook):
             raise SpecError(f"The last step is {self.last_step}.", where="StopAtStepHook", fix=["last_step=1000"])
 
 
+@checked_class()
 class CheckpointSaverHook(SessionRunHook):
     """When the session's run saves checkpoints: `mh.Checkpoints`.
 
@@ -149,6 +156,7 @@ class _Timer:
         return since, steps
 
 
+@checked_class()
 class LoggingTensorHook(SessionRunHook):
     """Prints values every so many steps or seconds, each worker its own.
 
@@ -191,6 +199,7 @@ class LoggingTensorHook(SessionRunHook):
         print(f"{text}, step = {step}" + (f" ({passed[0]:.3f} sec)" if passed[1] else ""), flush=True)
 
 
+@checked_class()
 class NanTensorHook(SessionRunHook):
     """Ends the training at a loss that is not finite.
 
@@ -213,6 +222,7 @@ class NanTensorHook(SessionRunHook):
         run_context.request_stop()
 
 
+@checked_class()
 class StepCounterHook(SessionRunHook):
     """Counts steps per second: prints them, and records them as `global_step_per_sec` in the run's events.
 
@@ -235,6 +245,7 @@ class StepCounterHook(SessionRunHook):
                 print(f"global_step/sec: {self.rates[-1]:.6g}", flush=True)
 
 
+@checked_class()
 class SummarySaverHook(SessionRunHook):
     """TensorBoard summaries of loss, and of the values of `summary_op`, by the chief: `mh.TensorBoardHook`.
 

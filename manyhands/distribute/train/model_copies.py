@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from manyhands.distribute.train.notices import say_once
 from manyhands.errors import NotHere, SpecError
+from manyhands.spec.keyword_check import checked_class, checked_keywords
 from manyhands.torch_private import pytree
 
 __all__ = ["PartsInTurn", "Progbar", "multi_gpu_model"]
@@ -35,6 +36,7 @@ class PartsInTurn(nn.Module):
         return pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
 
 
+@checked_keywords
 def multi_gpu_model(model: nn.Module, gpus: int | Sequence[int]) -> nn.Module:
     """`torch.nn.DataParallel`: the batch in parts, one per GPU. Without as many GPUs, in parts on the CPU, said once.
 
@@ -60,6 +62,7 @@ def multi_gpu_model(model: nn.Module, gpus: int | Sequence[int]) -> nn.Module:
     return PartsInTurn(model, len(numbers))
 
 
+@checked_class()
 class Progbar:
     """A progress bar with values, as Keras prints it; values are averaged over their steps.
 

@@ -5,15 +5,18 @@ Start reading at `say_once`.
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from manyhands.errors import NotHere, SpecError
+from manyhands.spec.keyword_check import suggested
 
-__all__ = ["forget_notices", "not_here", "refuse_unknown", "say_once"]
+__all__ = ["forget_notices", "is_misspelt", "not_here", "refuse_unknown", "say_once"]
 
+MISSPELT_RATIO = 0.9
 _said: set[str] = set()
 
 
@@ -43,11 +46,15 @@ def not_here(name: str, instead: Mapping[str, tuple[str, str]]) -> NotHere:
     return NotHere(f"{name} has no meaning here: {why}.", fix=[fix])
 
 
-def refuse_unknown(owner: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """`SpecError` for options of a TensorFlow name that nothing here acts on."""
+def is_misspelt(name: str, wanted: str) -> bool:
+    """Whether a name is this one with a letter or two wrong, as in printed programs; other errors stay errors."""
+    alike = difflib.SequenceMatcher(None, name.lower(), wanted.lower()).ratio()
+    return name[:1] == wanted[:1] and alike >= MISSPELT_RATIO
+
+
+def refuse_unknown(owner: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    """`SpecError` for options of a TensorFlow name that nothing here acts on; `known` are those that it has."""
     for option in options:
-        raise SpecError(
-            f"{owner} has no option {option!r} here.",
-            where=owner,
-            fix=[f"{one}=..." for one in known] or ["no options"],
-        )
+        others = [one for one in known if one != option]
+        guess, fix = ("", [f"no {option}="]) if option in known else suggested(option, others)
+        raise SpecError(f"{owner} has no option {option!r} here.{guess}", where=owner, fix=fix)

@@ -18,6 +18,7 @@ from manyhands.distribute.train.hooks import SessionRunHook
 from manyhands.distribute.train.notices import refuse_unknown
 from manyhands.distribute.train.placement import is_placing
 from manyhands.errors import NotHere, SpecError
+from manyhands.spec.keyword_check import checked_class, checked_keywords
 
 __all__ = [
     "AdagradOptimizer",
@@ -44,6 +45,7 @@ class GlobalStep:
 _GLOBAL_STEP = GlobalStep()
 
 
+@checked_keywords
 def get_or_create_global_step() -> GlobalStep:
     """The step counter: the run has one, and every session counts with it."""
     return _GLOBAL_STEP
@@ -101,6 +103,7 @@ class TrainOp:
         raise SpecError("A training operation is run by a session.", where="train_op()", fix=["sess.run(train_op)"])
 
 
+@checked_keywords
 def minimize(
     loss: Callable[[nn.Module, Any], Any],
     *,
@@ -126,6 +129,7 @@ def minimize(
     return TrainOp(loss, model, optimizer, data, batch_size=batch_size, epochs=epochs, strategy=strategy)
 
 
+@checked_class(name="optimizer")
 class _TrainOptimizer:
     """An optimizer by TensorFlow's name: settings, and `minimize`."""
 
@@ -144,7 +148,6 @@ class _TrainOptimizer:
         data: Any = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        **options: Any,
     ) -> TrainOp:
         """The operation that takes a step of this training; the arguments are those of `minimize`.
 
@@ -155,9 +158,7 @@ class _TrainOptimizer:
             data: As for `mh.Trainer.fit`.
             batch_size: Rows of the global batch.
             epochs: Passes over the data.
-            options: None: an unknown one is refused by name.
         """
-        refuse_unknown("minimize", options, ["model", "data", "batch_size", "epochs"])
         if model is None or data is None or not callable(loss):
             raise SpecError(
                 "There is no graph in which the model and the data of a loss could be found.",
@@ -186,19 +187,19 @@ class _TrainOptimizer:
     apply_gradients = compute_gradients
 
 
+@checked_class()
 class GradientDescentOptimizer(_TrainOptimizer):
     """`torch.optim.SGD`: the same arithmetic.
 
     Args:
         learning_rate: The learning rate.
-        options: None: an unknown one is refused by name.
     """
 
-    def __init__(self, learning_rate: float, **options: Any) -> None:
-        refuse_unknown("GradientDescentOptimizer", options, ["learning_rate"])
+    def __init__(self, learning_rate: float) -> None:
         super().__init__(lambda params: torch.optim.SGD(params, lr=learning_rate))
 
 
+@checked_class()
 class MomentumOptimizer(_TrainOptimizer):
     """`torch.optim.SGD` with momentum: the same arithmetic.
 
@@ -206,27 +207,24 @@ class MomentumOptimizer(_TrainOptimizer):
         learning_rate: The learning rate.
         momentum: The momentum.
         use_nesterov: Nesterov's variant.
-        options: None: an unknown one is refused by name.
     """
 
-    def __init__(self, learning_rate: float, momentum: float, use_nesterov: bool = False, **options: Any) -> None:
-        refuse_unknown("MomentumOptimizer", options, ["learning_rate", "momentum", "use_nesterov"])
+    def __init__(self, learning_rate: float, momentum: float, use_nesterov: bool = False) -> None:
         super().__init__(
             lambda params: torch.optim.SGD(params, lr=learning_rate, momentum=momentum, nesterov=use_nesterov)
         )
 
 
+@checked_class()
 class AdagradOptimizer(_TrainOptimizer):
     """`torch.optim.Adagrad` with TensorFlow's defaults: sums begin at 0.1, and no epsilon is added.
 
     Args:
         learning_rate: The learning rate.
         initial_accumulator_value: What the sums of squares begin at.
-        options: None: an unknown one is refused by name.
     """
 
-    def __init__(self, learning_rate: float, initial_accumulator_value: float = 0.1, **options: Any) -> None:
-        refuse_unknown("AdagradOptimizer", options, ["learning_rate", "initial_accumulator_value"])
+    def __init__(self, learning_rate: float, initial_accumulator_value: float = 0.1) -> None:
         super().__init__(
             lambda params: torch.optim.Adagrad(
                 params, lr=learning_rate, initial_accumulator_value=initial_accumulator_value, eps=0.0
@@ -234,6 +232,7 @@ class AdagradOptimizer(_TrainOptimizer):
         )
 
 
+@checked_class()
 class FtrlOptimizer(_TrainOptimizer):
     """`mh.optim.FTRL` with TensorFlow's convention, in which l2 counts twice.
 
@@ -243,7 +242,6 @@ class FtrlOptimizer(_TrainOptimizer):
         initial_accumulator_value: What that begins at.
         l1_regularization_strength: Towards zeros.
         l2_regularization_strength: Towards small weights.
-        options: None: an unknown one is refused by name.
     """
 
     def __init__(
@@ -253,9 +251,7 @@ class FtrlOptimizer(_TrainOptimizer):
         initial_accumulator_value: float = 0.1,
         l1_regularization_strength: float = 0.0,
         l2_regularization_strength: float = 0.0,
-        **options: Any,
     ) -> None:
-        refuse_unknown("FtrlOptimizer", options, ["learning_rate", "l1_regularization_strength"])
         super().__init__(
             lambda params: mh.optim.FTRL(
                 params,
@@ -279,6 +275,7 @@ def _maker_of(opt: Callable[[Any], Optimizer], where: str) -> Callable[[Any], Op
     return opt
 
 
+@checked_class()
 class SyncReplicasOptimizer(_TrainOptimizer):
     """Synchronous parameter servers: `mh.ParameterServer(mode="sync", aggregate=...)`.
 
@@ -289,13 +286,9 @@ class SyncReplicasOptimizer(_TrainOptimizer):
         opt: An optimizer by one of our names, or a function of the parameters that makes a torch optimizer.
         replicas_to_aggregate: How many gradients make one update.
         total_num_replicas: How many workers there are. Default: as many.
-        options: None: an unknown one is refused by name.
     """
 
-    def __init__(
-        self, opt: Any, replicas_to_aggregate: int, total_num_replicas: int | None = None, **options: Any
-    ) -> None:
-        refuse_unknown("SyncReplicasOptimizer", options, ["replicas_to_aggregate", "total_num_replicas"])
+    def __init__(self, opt: Any, replicas_to_aggregate: int, total_num_replicas: int | None = None) -> None:
         total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
         self.replicas_to_aggregate, self.total_num_replicas = replicas_to_aggregate, total
         super().__init__(
@@ -334,6 +327,7 @@ class _RunsThis(SessionRunHook):
             )
 
 
+@checked_class()
 class TowerOptimizer(_TrainOptimizer):
     """Towers, one per device of a host, whose gradients are averaged: replicas, `mh.Mirrored`.
 

@@ -20,6 +20,7 @@ import manyhands as mh
 from manyhands.distribute.train.cluster import ClusterSpec
 from manyhands.distribute.train.notices import refuse_unknown, say_once
 from manyhands.errors import EnvironmentProblem, SpecError
+from manyhands.spec.keyword_check import checked_class, checked_keywords
 
 __all__ = [
     "ConfigProto",
@@ -28,6 +29,7 @@ __all__ = [
     "device",
     "is_placing",
     "missing_devices",
+    "parse",
     "places_of",
     "replica_device_setter",
     "torch_device",
@@ -102,6 +104,7 @@ def is_placing() -> bool:
     return bool(_open)
 
 
+@checked_keywords
 @contextmanager
 def device(device_name_or_function: str | DeviceFunction | None) -> Iterator[None]:
     """Inside, parameters are made on this device, or stored on this parameter server; the innermost wins.
@@ -157,6 +160,7 @@ class _RoundRobin:
         return text
 
 
+@checked_keywords
 def replica_device_setter(
     ps_tasks: int = 0,
     ps_device: str = "/job:ps",
@@ -178,7 +182,7 @@ def replica_device_setter(
         ps_strategy: Only None, in turn. Without any placement servers are balanced by bytes, which is usually better.
     """
     options = {"merge_devices": not merge_devices, "ps_ops": ps_ops, "ps_strategy": ps_strategy}
-    refuse_unknown("replica_device_setter", {k: v for k, v in options.items() if v}, ["ps_tasks", "cluster"])
+    refuse_unknown("replica_device_setter", {name: value for name, value in options.items() if value}, list(options))
     if cluster is not None:
         spec = cluster if isinstance(cluster, mh.ClusterSpec) else ClusterSpec(cluster)
         ps_tasks = spec.num_tasks("ps") if "ps" in spec.jobs else 0
@@ -195,6 +199,7 @@ class _Options:
         super().__setattr__(name, value)
 
 
+@checked_class()
 class GPUOptions(_Options):
     """How much of a GPU's memory this process may take.
 
@@ -206,10 +211,7 @@ class GPUOptions(_Options):
 
     KNOWN = ("per_process_gpu_memory_fraction", "allow_growth")
 
-    def __init__(
-        self, per_process_gpu_memory_fraction: float | None = None, allow_growth: bool = True, **options: Any
-    ) -> None:
-        refuse_unknown("GPUOptions", options, self.KNOWN)
+    def __init__(self, per_process_gpu_memory_fraction: float | None = None, allow_growth: bool = True) -> None:
         self.per_process_gpu_memory_fraction, self.allow_growth = per_process_gpu_memory_fraction, allow_growth
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -234,6 +236,7 @@ class GPUOptions(_Options):
         return True
 
 
+@checked_class()
 class ConfigProto(_Options):
     """How a session places and computes.
 
@@ -243,7 +246,6 @@ class ConfigProto(_Options):
         log_device_placement: Print where every parameter is, and write it to `placement.log` in the run directory.
         gpu_options: A `GPUOptions`.
         intra_op_parallelism_threads: Torch threads of each worker.
-        options: No others: an unknown one is refused by name.
     """
 
     KNOWN = ("allow_soft_placement", "log_device_placement", "gpu_options", "intra_op_parallelism_threads")
@@ -254,9 +256,7 @@ class ConfigProto(_Options):
         log_device_placement: bool = False,
         gpu_options: GPUOptions | None = None,
         intra_op_parallelism_threads: int = 0,
-        **options: Any,
     ) -> None:
-        refuse_unknown("ConfigProto", options, self.KNOWN)
         self.allow_soft_placement, self.log_device_placement = allow_soft_placement, log_device_placement
         self.gpu_options = gpu_options or GPUOptions()
         self.intra_op_parallelism_threads = intra_op_parallelism_threads

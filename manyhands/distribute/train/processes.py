@@ -5,6 +5,7 @@ Start reading at `TFCluster`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 import manyhands as mh
 from manyhands.dispatch import Cluster, RemoteWorker
 from manyhands.distribute.train.cluster import ClusterSpec
-from manyhands.distribute.train.notices import say_once
+from manyhands.distribute.train.notices import refuse_unknown, say_once
 from manyhands.errors import ClusterError, SpecError
+from manyhands.spec.keyword_check import checked_keywords
 
 __all__ = ["PSWorker", "TFCluster", "limit_gpu_memory"]
 
@@ -33,7 +35,9 @@ class TFCluster(Cluster):
     """
 
     def __init__(self, cluster: mh.ClusterSpec | Mapping[str, Any], **options: Any) -> None:
-        self.cluster_spec = spec = cluster if isinstance(cluster, mh.ClusterSpec) else ClusterSpec(cluster)
+        _check_options("TFCluster", Cluster, ("cluster",), options)
+        self.cluster_spec = cluster if isinstance(cluster, mh.ClusterSpec) else ClusterSpec(cluster)
+        spec = ClusterSpec(self.cluster_spec).in_our_names()
         count = {job: spec.num_tasks(job) for job in spec.jobs}
         for job in spec.jobs:
             for index in spec.task_indices(job):
@@ -57,11 +61,19 @@ class PSWorker(RemoteWorker):
     """
 
     def __init__(self, where: Any, *, memory_limit: int | None = None, **options: Any) -> None:
+        _check_options("PSWorker", RemoteWorker, ("where", "memory_limit"), options)
         super().__init__(Path(where) if isinstance(where, str) else where, **options)
         self.is_limited = memory_limit is not None and limit_gpu_memory(memory_limit)
         """Whether the memory limit holds."""
 
 
+def _check_options(owner: str, inherited: type, own: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    """Refuse what is neither an option of the class that this one extends, nor its own."""
+    settings = [one for one in inspect.signature(inherited).parameters if one not in ("workers", "servers", "where")]
+    refuse_unknown(owner, {name: value for name, value in options.items() if name not in settings}, [*own, *settings])
+
+
+@checked_keywords
 def limit_gpu_memory(megabytes: int) -> bool:
     """Limit what this process takes of each GPU's memory; False, said once, where there is no GPU.
 

@@ -16,9 +16,9 @@ import safetensors.torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.distribute.train.notices import refuse_unknown
 from manyhands.distribute.train.optimizers import GlobalStep
 from manyhands.errors import CheckpointError, CheckpointMismatch, SpecError, UsageError
+from manyhands.spec.keyword_check import checked_class, checked_keywords
 
 __all__ = ["WeightsSaver", "latest_checkpoint"]
 
@@ -28,6 +28,7 @@ WHOLE = (mh.Mirrored, mh.Single, mh.ParameterServer, mh.CentralStorage, mh.Local
 """Strategies under which every worker has all weights."""
 
 
+@checked_class(name="Saver")
 class WeightsSaver:
     """TensorFlow's `Saver`: `save` writes the model's weights on the chief, `restore` reads them before training.
 
@@ -36,8 +37,7 @@ class WeightsSaver:
         max_to_keep: How many of its newest files stay; None: all.
     """
 
-    def __init__(self, var_list: nn.Module | None = None, max_to_keep: int | None = 5, **options: Any) -> None:
-        refuse_unknown("Saver", options, ["var_list", "max_to_keep"])
+    def __init__(self, var_list: nn.Module | None = None, max_to_keep: int | None = 5) -> None:
         if not isinstance(var_list, nn.Module):
             raise SpecError("A Saver needs the model whose weights it saves.", where="Saver", fix=["Saver(model)"])
         self._model, self.max_to_keep = var_list, max_to_keep
@@ -122,6 +122,7 @@ class WeightsSaver:
             raise CheckpointMismatch(f"{path} does not fit the model: {error}", where="Saver.restore") from error
 
 
+@checked_keywords
 def latest_checkpoint(checkpoint_dir: str | Path) -> str | None:
     """The newest file that a `Saver` has written there; None if there is none."""
     try:

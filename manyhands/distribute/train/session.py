@@ -32,10 +32,11 @@ from manyhands.distribute.train.hooks import (
     StopAtStepHook,
     SummarySaverHook,
 )
-from manyhands.distribute.train.notices import refuse_unknown, say_once
+from manyhands.distribute.train.notices import say_once
 from manyhands.distribute.train.optimizers import GlobalStep, OperationLoss, TrainOp
 from manyhands.distribute.train.placement import ConfigProto, places_of
 from manyhands.errors import EnvironmentProblem, NonFinite, NotHere, SpecError, UsageError
+from manyhands.spec.keyword_check import checked_class
 
 __all__ = ["EndOfSession", "MonitoredTrainingSession"]
 
@@ -48,6 +49,7 @@ class EndOfSession(Exception):
     """TensorFlow's OutOfRangeError: the training has ended, with its data or on request. A session catches it."""
 
 
+@checked_class()
 class MonitoredTrainingSession:
     """This worker's part of a training, run step by step: `while not sess.should_stop(): sess.run(train_op)`.
 
@@ -63,7 +65,6 @@ class MonitoredTrainingSession:
         save_summaries_steps: With `checkpoint_dir`: steps between two points of TensorBoard summaries; None: none.
         log_step_count_steps: Steps between two lines with steps per second; None: none.
         config: A `ConfigProto`.
-        options: No others: an unknown one is refused by name.
     """
 
     def __init__(
@@ -79,9 +80,7 @@ class MonitoredTrainingSession:
         save_summaries_steps: int | None = 100,
         log_step_count_steps: int | None = 100,
         config: ConfigProto | None = None,
-        **options: Any,
     ) -> None:
-        refuse_unknown("MonitoredTrainingSession", options, ["hooks", "checkpoint_dir", "config"])
         if master not in ("", "local") and not isinstance(master, Target):
             raise SpecError(
                 f"master is {master!r}, from which it is not known which task this process is.",

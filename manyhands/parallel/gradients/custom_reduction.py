@@ -19,7 +19,7 @@ from manyhands.errors import TrainingFailed
 from manyhands.parallel.gradients.gradient_lists import Gradients, take
 from manyhands.parallel.gradients.interface import Sum
 
-__all__ = ["CustomReduction", "Reduction", "has_reduce_grad", "own_reduction", "per_parameter"]
+__all__ = ["CustomReduction", "Reduction", "combined", "has_reduce_grad", "own_reduction", "per_parameter"]
 
 Reduction = Callable[[list[list[Tensor]]], Sequence[Tensor]]
 """For each parameter its gradients, one for each slice that has one, in slice order -> the gradients for the optimizer.
@@ -41,6 +41,20 @@ def own_reduction(reducer: Callable[[list[Tensor]], Tensor] | None, optimizer: A
     if reducer is not None:
         return per_parameter(reducer)
     return optimizer.reduce_grad if has_reduce_grad(optimizer) else None
+
+
+def combined(reduce: Reduction, lists: Sequence[list[Tensor]], params: Sequence[Tensor]) -> list[Tensor | None]:
+    """For each parameter what the user's reduction makes of its list of gradients; None where the list is empty."""
+    with torch.no_grad():
+        found = list(reduce([grads for grads in lists if grads]))
+    expected = sum(map(bool, lists))
+    if len(found) != expected:
+        raise TrainingFailed(
+            f"reduce_grad returned {len(found)} gradients for {expected} parameters.",
+            fix=["return [torch.stack(one).sum(0) for one in gradients]"],
+        )
+    each = iter(found)
+    return [_checked(next(each), param) if grads else None for grads, param in zip(lists, params, strict=True)]
 
 
 class CustomReduction(Sum):
@@ -75,16 +89,9 @@ class CustomReduction(Sum):
             [one for one in (each[index] for each in every) if one is not None] for index in range(len(self.params))
         ]
         self._slices = []
-        with_gradient = [(param, grads) for param, grads in zip(self.params, lists, strict=True) if grads]
-        with torch.no_grad():
-            found = list(self._reduce([grads for _, grads in with_gradient]))
-        if len(found) != len(with_gradient):
-            raise TrainingFailed(
-                f"reduce_grad returned {len(found)} gradients for {len(with_gradient)} parameters.",
-                fix=["return [torch.stack(one).sum(0) for one in gradients]"],
-            )
-        for (param, _), grad in zip(with_gradient, found, strict=True):
-            param.grad = _checked(grad, param)
+        for param, grad in zip(self.params, combined(self._reduce, lists, self.params), strict=True):
+            if grad is not None:
+                param.grad = grad
 
     def _gathered(self) -> list[Gradients]:
         """The gradients of every rank's slices, in slice order."""
@@ -120,7 +127,7 @@ class CustomReduction(Sum):
         pass
 
 
-def _checked(found: Tensor, param: nn.Parameter) -> Tensor:
+def _checked(found: Tensor, param: Tensor) -> Tensor:
     if not isinstance(found, Tensor) or found.shape != param.shape:
         raise TrainingFailed(
             f"reducer returned {tuple(getattr(found, 'shape', ()))} for a parameter of {tuple(param.shape)}.",
