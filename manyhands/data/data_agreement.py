@@ -23,7 +23,7 @@ from manyhands.data.sources.columns import ColumnTable
 from manyhands.data.sources.row_source import DatasetReader, Reader
 from manyhands.errors import DataError
 
-__all__ = ["RowSample", "agree", "sample_of"]
+__all__ = ["RowSample", "agree", "difference", "sample_of", "sample_of_batch"]
 
 ROWS, VALUES = 16, 64
 """How many rows are compared, and how many values of each column of a row."""
@@ -53,7 +53,7 @@ def agree(exchange: RowExchange, kind: str, num_rows: int | None, sample: RowSam
         raise DataError(f"The workers were given different data: {seen}.", fix=list(_THE_SAME))
     first, *others = (RowSample(*rest) for _, _, *rest in answers)
     for rank, other in enumerate(others, 1):
-        if text := _difference(first, other):
+        if text := difference(first, other):
             raise DataError(
                 f"The workers were given different data: {text.format(rank=rank)}.",
                 fix=[
@@ -85,7 +85,13 @@ def sample_of(reader: Reader) -> RowSample:
     return RowSample(selected, found)
 
 
-def _difference(first: RowSample, other: RowSample) -> str:
+def sample_of_batch(columns: Sequence[Tensor]) -> RowSample:
+    """Of rows spread over a batch, for data that is read in batches."""
+    return RowSample("", [_values(one[torch.from_numpy(_spread(len(one))).to(one.device)]) for one in columns])
+
+
+def difference(first: RowSample, other: RowSample) -> str:
+    """What differs, of rank 0 and of {rank}; empty if nothing does."""
     if len(first.values) != len(other.values):
         return f"rank 0 has {len(first.values)} columns, rank {{rank}} has {len(other.values)}"
     for column, (here, there) in enumerate(zip(first.values, other.values, strict=True)):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from manyhands.data.batches import Step
 from manyhands.data.evaluation import eval_pieces
 from manyhands.data.sources.as_source import Source, as_source
+from manyhands.data.sources.row_source import RowSource
 from manyhands.errors import SpecError, UsageError
 from manyhands.parallel.sharding.gather_per_step import GatherPerStep
 from manyhands.parameter_server.engine.leased_engine import LeasedEngine
@@ -96,6 +97,12 @@ class DrivenTraining:
         return progress.step - progress.call_step
 
     @property
+    def position(self) -> tuple[int, int]:
+        """The epoch of the run, and the row of its data, with which the next step begins."""
+        progress = self._run.ready().progress
+        return progress.epoch, progress.row
+
+    @property
     def num_slices(self) -> int:
         return self._run.ready().slices
 
@@ -165,7 +172,9 @@ class DrivenTraining:
         if joined and not run.regrouping.wait_for_admission():
             yield False
             return
-        if not joined and not run.calls.is_resumed:
+        if not saves:
+            self._start_uncounted()
+        elif not joined and not run.calls.is_resumed:
             self._start_new_pass()
         size = run.batch_size(source, batch_size)
         lifecycle = run.lifecycle(lambda: run.batches(source, size, epochs, steps), self._checkpoint)
@@ -288,6 +297,12 @@ class DrivenTraining:
             progress.epoch, progress.row = progress.epoch + 1, 0
             progress.call_epoch = progress.epoch
 
+    def _start_uncounted(self) -> None:
+        """The same for steps of no public call: they are counted from here."""
+        self._start_new_pass()
+        progress = self._run.ready().progress
+        progress.call_step, progress.call_epoch, progress.ended = progress.step, progress.epoch, False
+
     def next_step(self) -> Step | None:
         """The next step, on every worker; None after the last. Workers that wait to join are admitted here."""
         return self._loop.next_step()
@@ -327,12 +342,25 @@ class DrivenTraining:
         return self._run.use().engine.evaluating()
 
 
-def whole_batches(data: Any, batch_size: int) -> Iterator[Any]:
-    """All of `data` in order, in whole batches, on this worker alone: for evaluation."""
+def whole_batches(data: Any, batch_size: int, *, limit: int | None = None) -> Iterator[Any]:
+    """All of `data` in order, in whole batches, on this worker alone: for evaluation.
+
+    Data that repeats without an end needs a `limit`: how many batches are read at most.
+    """
     source = as_source(data, num_workers=0, shuffle=False)
+    if source.endless and limit is not None:
+        source = _beginning(source, limit * (source.own_batch_size or batch_size))
     with closing(eval_pieces(source, batch_size=batch_size, rank=0, world_size=1)) as pieces:  # type: ignore[type-var]
         for piece in pieces:
             yield piece.batch
+
+
+def _beginning(source: Source, rows: int) -> Source:
+    """Of endless data. A stream is read no further than it is asked for."""
+    source.endless = False
+    if isinstance(source, RowSource):
+        source.num_rows = min(rows, source.num_rows)
+    return source
 
 
 def _serve_sums(model: nn.Module, sums: Sequence[Tensor]) -> None:

@@ -39,6 +39,8 @@ class CallProgress(Protocol):
     def is_resumed(self) -> bool: ...
     @property
     def is_chief(self) -> bool: ...
+    @property
+    def batches_taken(self) -> int: ...
 
     def pass_moment(self) -> bool:
         """Count a moment. False: the run was past it before this process continued it."""
@@ -51,6 +53,9 @@ class CallProgress(Protocol):
 
     def users_code(self) -> AbstractContextManager[None]:
         """Around calls that may read and write weights, at moments that all workers have together. Collective."""
+
+    def check_step(self) -> None:
+        """`SpecError` if a callback has replaced the step."""
 
     def warn(self, text: str) -> None: ...
 
@@ -160,8 +165,9 @@ class LockstepCallbacks(QuietCallbacks):
     def on_train_begin(self, logs: Any = None) -> None:
         with self._progress.users_code():
             super().on_train_begin(logs)
-        for one in self.callbacks:
-            if left := callback_state.unsaved(one) if not isinstance(one, ChiefOnly) else []:
+        self._progress.check_step()
+        for one in filter(_is_of_attributes, self.callbacks):
+            if left := callback_state.unsaved(getattr(one, "callback", one) if isinstance(one, ChiefOnly) else one):
                 self._progress.warn(
                     f"{_name(one)}: {', '.join(left)} cannot be saved: after a resume, it is what the script makes."
                 )
@@ -171,10 +177,12 @@ class LockstepCallbacks(QuietCallbacks):
         if self._progress.pass_moment():
             with self._progress.users_code():
                 super().on_epoch_begin(epoch, logs)
+            self._progress.check_step()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._progress.pass_moment():
             super().on_train_batch_begin(batch, logs)
+            self._progress.check_step()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._progress.pass_moment():
@@ -226,10 +234,15 @@ def _adapted(callback: Any, progress: CallProgress) -> Any:
         )
         return None
     if isinstance(callback, keras.callbacks.TensorBoard):
-        return ChiefOnly(Summaries(callback), progress)
+        return ChiefOnly(Summaries(callback, lambda: progress.batches_taken), progress)
     if isinstance(callback, CHIEFS) or getattr(callback, "chief_only", False):
         return ChiefOnly(callback, progress)
     return callback
+
+
+def _is_of_attributes(callback: Any) -> bool:
+    """Whether its state is what its attributes hold; not that of one that writes files of ours, or a progress bar."""
+    return not (isinstance(callback, ChiefOnly) and isinstance(callback.callback, (*CHIEFS, Summaries)))
 
 
 def _name(callback: Any) -> str:

@@ -7,6 +7,7 @@ Keras are made by the script again. Anything else is named, once, when training 
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections import deque
 from collections.abc import Mapping
@@ -75,4 +76,4 @@ def _is_made_again(value: Any) -> bool:
         return True
     if isinstance(value, list | tuple):
         return all(_is_saved(one) or _is_made_again(one) for one in value)
-    return isinstance(value, torch.nn.Module) or callable(value)
+    return isinstance(value, torch.nn.Module | functools.partial)

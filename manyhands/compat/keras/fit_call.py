@@ -18,10 +18,15 @@ from torch import Tensor
 from manyhands.compat.keras import metric_sums
 from manyhands.compat.keras.callback_list import LockstepCallbacks
 from manyhands.compat.keras.fit_data import FitData
-from manyhands.errors import BadLoss, DataError, SpecError, TrainingFailed
+from manyhands.compat.keras.forward_state import ForwardState
+from manyhands.compat.keras.model_checks import check_replaced
+from manyhands.compat.keras.same_batches import agree_on_batch
+from manyhands.errors import BadLoss, SpecError, TrainingFailed
 from manyhands.training.driven_training import DrivenTraining
 
-__all__ = ["FitCall", "FitState"]
+__all__ = ["FitCall", "FitState", "give_parameter"]
+
+PARAMETER = "manyhands_nothing"
 
 
 class FitState:
@@ -31,14 +36,19 @@ class FitState:
         self.call: FitCall | None = None
         self.found: dict[str, Any] | None = None
         """What the checkpoint has, or the other workers."""
-        self.has_checked = False
-        """Whether the loss and the metrics were found to be sums over slices."""
+        self.halves, self.halves_of_tests = metric_sums.HalvesCheck(), metric_sums.HalvesCheck()
+        self._forward_state: ForwardState | None = None
 
     def state(self) -> dict[str, Any] | None:
         return self.call.state() if self.call is not None else None
 
     def restore(self, state: dict[str, Any]) -> None:
         self.found = state
+
+    def forward_state(self, model: Any) -> ForwardState:
+        if self._forward_state is None:
+            self._forward_state = ForwardState(model)
+        return self._forward_state
 
 
 class FitCall:
@@ -88,6 +98,10 @@ class FitCall:
         return self._training.is_chief
 
     @property
+    def batches_taken(self) -> int:
+        return self._position
+
+    @property
     def is_live(self) -> bool:
         return self._moments >= self._past
 
@@ -106,6 +120,9 @@ class FitCall:
             return training.is_ended
         mine = mine or training.is_end_requested
         return any(map(any, training.agreed(lambda: training.gather("stop", bytes([mine])))))
+
+    def check_step(self) -> None:
+        check_replaced(self._model, self.train_function)
 
     def warn(self, text: str) -> None:
         self._training.warn(text)
@@ -134,25 +151,14 @@ class FitCall:
             if step is None:
                 return
             self._position += 1
-            if self._data.is_exhaustible:
-                self._check_same_end(is_last=step.last_of_epoch)
+            if self._data.is_stream:
+                batch = self._data.batch_at(step.start)
+                agree_on_batch(self._training, "fit(x=...)", batch, self._position, is_last=step.last_of_epoch)
             if step.last_of_epoch:
                 self._pass_ends.append(self._position)
             yield step
             if step.last_of_epoch:
                 return
-
-    def _check_same_end(self, *, is_last: bool) -> None:
-        training = self._training
-        ends = training.agreed(lambda: training.gather("end of the data", bytes([is_last])))
-        if len(set(ends)) > 1:
-            ended = [str(rank) for rank, one in enumerate(ends) if one == bytes([True])]
-            raise DataError(
-                f"The data of rank {', '.join(ended)} ended after {self._position} batches, that of the others did "
-                "not: every worker makes a generator, and takes its slices of every batch.",
-                where="fit(x=...)",
-                fix=["a generator that yields the same batches on every worker", "arrays, or a keras.utils.PyDataset"],
-            )
 
     def train_function(self, items: list[Any]) -> dict[str, Any]:
         """Keras's step: the logs of all batches of the epoch so far."""
@@ -178,11 +184,16 @@ class FitCall:
                 fix=["on_epoch_end, where the chief's changes count", "mh.Mirrored"],
             )
 
+    def warn_if_frozen(self) -> None:
+        if PARAMETER in self._model._parameters:
+            self.warn(f"The model {self._model.name!r} does not have any trainable weights.")
+
     def _loss_of(self, piece: Any) -> Tensor:
         """Forward pass, loss and metrics of one slice, as in Keras's train_step up to its backward pass."""
         model = self._model
         x, y, weights = keras.utils.unpack_x_y_sample_weight(self._data.restored(piece.batch))
-        outputs = model(x, training=True) if model._call_has_training_arg else model(x)
+        with self._checks.forward_state(model).watching(self._training.num_slices, self.warn):
+            outputs = model(x, training=True) if model._call_has_training_arg else model(x)
         _refuse_masks(outputs)
         loss: Tensor = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights, training=True)
         with torch.no_grad():
@@ -191,10 +202,19 @@ class FitCall:
                 _check_logs(model, model.compute_metrics(x, y, outputs, sample_weight=weights))
             elif model._compile_metrics is not None:  # Keras's own would also compute the results so far
                 model._compile_metrics.update_state(y, outputs, sample_weight=weights)
-        if not self._checks.has_checked and self._training.num_slices > 1:
-            detached = keras.tree.map_structure(lambda one: one.detach(), outputs)
-            self._checks.has_checked = metric_sums.check_halves(model, (x, y, detached, weights))
+        if self._training.num_slices > 1:
+            self._checks.halves.see(model, (x, y, outputs, weights))
+        if PARAMETER in model._parameters:
+            with_parameter: Tensor = loss + model._parameters[PARAMETER]
+            return with_parameter
         return _scaled(model.optimizer, loss)
+
+
+def give_parameter(model: Any) -> None:
+    """Have a model of which nothing is trained, as Keras allows, get a parameter that is: a number, which is 0."""
+    model._parameters.pop(PARAMETER, None)
+    if not model.trainable_variables:
+        model.register_parameter(PARAMETER, torch.nn.Parameter(torch.zeros(())))
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -7,16 +7,21 @@ what Keras does not know (a torch Dataset, our datasets) goes to manyhands as it
 
 from __future__ import annotations
 
+import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import NUM_BATCHES_FOR_TENSOR_SPEC as PEEKED
 from torch import Tensor
 
+from manyhands.compat.keras.kept_stream import KeptStream, OneShot
 from manyhands.errors import DataError
 from manyhands.training.driven_training import whole_batches
 
@@ -53,31 +58,39 @@ class FitData:
         shuffle: Any = False,
         class_weight: Any = None,
     ) -> None:
+        self._generator = x if isinstance(x, types.GeneratorType) else None
+        self._one_shot = OneShot.of(x) if self._generator is not None else None
+        self._read_before = self._one_shot.num_read if self._one_shot is not None else 0
+        x = self._one_shot.items(x) if self._one_shot is not None else x
         self._x, self._structure, self.shuffle = x, None, bool(shuffle) and shuffle != "batch"
+        self._steps = steps
         self._columns: tuple[Tensor, ...] | None = None
         self._adapter: Any = None
+        self._kept: KeptStream | None = None
         self.num_batches: int | None = None
         self.batch_size: int | None = None
-        self.is_exhaustible = False
-        """Whether its end is known only when it is reached, so that it may differ between workers."""
+        self.is_stream = False
+        """Whether every worker reads all of it, so that what it reads, and where it ends, may differ between them."""
         if not is_keras_data(x):
             _refuse_with_dataset(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
             self.batch_size = batch_size
             return
-        self._adapter = data_adapters.get_data_adapter(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            shuffle=shuffle,
-            class_weight=class_weight,
-        )
+        with _with_threads(x):
+            self._adapter = data_adapters.get_data_adapter(
+                x,
+                y,
+                sample_weight,
+                batch_size=batch_size,
+                steps_per_epoch=steps,
+                shuffle=shuffle,
+                class_weight=class_weight,
+            )
         self.num_batches = self._adapter.num_batches
         if isinstance(self._adapter, data_adapters.ArrayDataAdapter):
             self._read_columns()
         else:
-            self.is_exhaustible = self.num_batches is None
+            self.is_stream = True
+            self._kept = KeptStream(self._stream, self._one_shot)
 
     def _read_columns(self) -> None:
         self.batch_size = self._adapter.batch_size
@@ -90,12 +103,17 @@ class FitData:
         if self._adapter is not None:
             return
         if getattr(source, "batched", None):
-            self.is_exhaustible = True
+            self.is_stream = True
             return
         self.batch_size = self.batch_size or getattr(source, "loader_batch_size", None) or USUAL_BATCH
-        if source.num_rows is not None:
+        if source.num_rows is not None and not source.endless:
             self.num_batches = -(-source.num_rows // self.batch_size)
-        self.is_exhaustible = self.num_batches is None
+        self.is_stream = self.num_batches is None
+
+    @property
+    def is_known_everywhere(self) -> bool:
+        """Whether it has rows with numbers, which were compared, and a length."""
+        return self._columns is not None
 
     # ---- training ----
 
@@ -103,12 +121,37 @@ class FitData:
         """What a source of steps is made from; its batches are `restored` afterwards."""
         if self._columns is not None:
             return self._columns
-        return self._stream if self._adapter is not None else self._x
+        return self._x if self._kept is None else self._kept
 
     @property
     def batched(self) -> bool | None:
         """Whether each item of it is a whole batch."""
         return True if self._adapter is not None and self._columns is None else None
+
+    def batch_at(self, row: int) -> tuple[Tensor, ...] | None:
+        """The batch that begins with this row of the pass, of a stream that Keras reads."""
+        return None if self._kept is None else self._kept.batch_at(row)
+
+    def end_steps(self, epoch: int, row: int) -> None:
+        """The next step would begin there: a generator continues with it in the next call."""
+        if self._kept is not None:
+            self._kept.end(epoch, row)
+
+    # ---- generators, which a later call, maybe of another process, continues ----
+
+    @property
+    def num_read(self) -> int:
+        """How many batches of a generator this call has read."""
+        return self._one_shot.num_read - self._read_before if self._one_shot is not None else 0
+
+    def read_over(self, count: int | None) -> None:
+        """Read as many as the call did that is over; None: to the end."""
+        if self._generator is not None and self._one_shot is not None:
+            until = sys.maxsize if count is None else self._read_before + count
+            self._one_shot.read_until(self._generator, until)
+
+    def read_over_evaluation(self, steps: int | None) -> None:
+        self.read_over(None if steps is None else max(steps, PEEKED))
 
     def _stream(self) -> Iterator[tuple[Tensor, ...]]:
         """One pass over the batches. The adapters of PyDatasets and generators count passes themselves."""
@@ -133,8 +176,11 @@ class FitData:
 
     # ---- evaluation, and the first batch, from which Keras builds what is not built yet ----
 
-    def batches(self) -> Iterator[Callable[[int, int], Any]]:
-        """Every batch in order, once: a function of two row numbers that returns those rows of it."""
+    def batches(self, limit: int | None = None) -> Iterator[Callable[[int, int], Any]]:
+        """Every batch in order, once: a function of two row numbers that returns those rows of it.
+
+        Of a Dataset that repeats without an end as many as are asked for.
+        """
         if self._columns is not None:
             assert self.batch_size is not None
             rows = len(self._columns[0])
@@ -144,7 +190,7 @@ class FitData:
             for columns in self._stream():
                 yield _Rows(self, list(columns))
         else:
-            for batch in whole_batches(self._x, self.batch_size or USUAL_BATCH):
+            for batch in whole_batches(self._x, self.batch_size or USUAL_BATCH, limit=limit or self._steps):
                 yield _Rows(None, tuple(batch) if isinstance(batch, list) else batch)
 
     def first_batch(self) -> Any:
@@ -154,8 +200,29 @@ class FitData:
             return first[0]
         if isinstance(self._x, keras.utils.PyDataset):
             return self._adapter._standardize_batch(self._x[0])
-        found = next(self.batches())
+        found = next(self.batches(1))
         return found(0, len(found))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _with_threads(x: Any) -> Iterator[None]:
+    """Inside, Keras's adapter of a PyDataset reads with threads, of which the user asked for as many processes.
+
+    Keras forks them, and a fork of a process in which torch has started threads can hang.
+    """
+    if not (isinstance(x, keras.utils.PyDataset) and x.use_multiprocessing):
+        yield
+        return
+    warnings.warn(
+        "PyDataset(use_multiprocessing=True): threads read it instead, as many. Keras would fork the worker, and a "
+        "fork of a process with torch's threads can hang. mh.Dataset reads in processes of its own.",
+        stacklevel=5,
+    )
+    x.use_multiprocessing = False
+    try:
+        yield
+    finally:
+        x.use_multiprocessing = True
 
 
 class _Rows:
@@ -166,6 +233,10 @@ class _Rows:
 
     def __len__(self) -> int:
         return int(next(one.shape[0] for one in keras.tree.flatten(self._batch) if one is not None))
+
+    @property
+    def columns(self) -> list[Tensor]:
+        return [one for one in keras.tree.flatten(self._batch) if isinstance(one, Tensor)]
 
     def __call__(self, low: int, high: int) -> Any:
         cut = keras.tree.map_structure(lambda one: None if one is None else one[low:high], self._batch)

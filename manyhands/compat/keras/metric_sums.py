@@ -1,12 +1,13 @@
 """Metrics over slices: what they add up, and the check that a batch's halves add up to the batch.
 
 A Keras metric keeps sums in variables. Slices of a batch, on any worker, each add to them; if the parts of a batch add
-what the whole batch adds, every worker may have the sum of all parts. That is checked once, on real outputs. Start
-reading at `check_halves`.
+what the whole batch adds, every worker may have the sum of all parts. That is checked on real outputs. Start
+reading at `HalvesCheck`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,16 @@ from torch import Tensor
 
 from manyhands.errors import BadLoss, SpecError
 
-__all__ = ["Batch", "add_up", "check_halves", "sums_of", "values_of", "variables_of"]
+__all__ = ["Batch", "HalvesCheck", "add_up", "sums_of", "values_of", "variables_of"]
 
 TOLERANCE = 1e-3
 """Relative. Sums in fp32 of a few rows agree far better, sums in half precision just so."""
+
+ROUNDING = 1e-6
+"""What is lost of a row's loss, or of a metric's term of size 1, at most."""
+
+FIRST = 16
+"""Slices that are all checked: a mean over some of the rows, such as those with a label, may agree in one of them."""
 
 Batch = tuple[Any, Any, Any, Any]
 """Inputs, targets, outputs, sample weights."""
@@ -58,26 +65,85 @@ def add_up(tensors: list[Tensor], values: Tensor) -> None:
             start += one.numel()
 
 
-def check_halves(model: Any, batch: Batch) -> bool:
-    """`SpecError` or `BadLoss`, with its name, for what slices cannot compute. False: too few rows to check.
+class HalvesCheck:
+    """Checks the first slices, and then one every time that twice as many were seen.
 
-    Nothing is changed: metrics get their values back.
+    A slice of one row has no halves. It is checked beside a copy of itself, and beside the row before it; what is to be
+    found out is how losses and metrics add up rows, and for that rows may come from different steps.
     """
+
+    def __init__(self) -> None:
+        self._num_seen, self._next = 0, 1
+        self._row_before: Batch | None = None
+
+    def _is_due(self) -> bool:
+        self._num_seen += 1
+        return self._num_seen >= self._next
+
+    def _after(self) -> int:
+        return self._num_seen + 1 if self._num_seen < FIRST else 2 * self._num_seen
+
+    def see_test(self, model: Any, step: Callable[[int, int], None], rows: int) -> None:
+        """The same for an evaluation: `step(low, high)` adds some rows of a batch to the metrics."""
+        if rows > 1 and self._is_due():
+            self._next = self._after()
+            check_test_halves(model, step, rows)
+
+    def see(self, model: Any, batch: Batch) -> None:
+        """`SpecError` or `BadLoss`, with its name, for what slices cannot compute. Nothing is changed."""
+        if not self._is_due():
+            return
+        batch = keras.tree.map_structure(lambda one: None if one is None else one.detach(), batch)
+        if _rows(batch) > 1:
+            self._next, self._row_before = self._after(), None
+            check_halves(model, batch)
+            return
+        if self._row_before is None:
+            check_halves(model, _beside(batch, batch))
+        elif _shapes(batch) == _shapes(self._row_before):
+            self._next = self._after()
+            check_halves(model, _beside(self._row_before, batch))
+        self._row_before = batch
+
+
+def _beside(first: Batch, second: Batch) -> Batch:
+    joined: Batch = keras.tree.map_structure(lambda a, b: None if a is None else torch.cat([a, b]), first, second)
+    return joined
+
+
+def _shapes(batch: Batch) -> list[Any]:
+    return [one.shape for one in keras.tree.flatten(batch) if one is not None]
+
+
+def check_halves(model: Any, batch: Batch) -> None:
+    """Of two rows or more: what the parts add must be what the whole adds, also where rows have different weights."""
     rows = _rows(batch)
-    if rows < 2:
-        return False
     for metric in metrics_of(model):
         if not metric.variables:
             raise _refused(metric, "keeps its values elsewhere than in its variables")
     tensors = sums_of(model)
     before = values_of(tensors)
+    x, y, outputs, weights = batch
+    outputs = keras.tree.map_structure(_in_full, outputs)
+    varied = keras.tree.map_structure(lambda one: None if one is None else one * _different(one), weights)
     try:
         with torch.no_grad():
-            _check_metrics(model, tensors, batch, rows)
-            _check_loss(model, batch, rows)
+            for given in [weights] if weights is None else [weights, varied]:
+                _check_metrics(model, tensors, (x, y, outputs, given), rows)
+                _check_loss(model, (x, y, outputs, given), rows)
     finally:
         add_up(tensors, before)
-    return True
+
+
+def _in_full(one: Tensor) -> Tensor:
+    """Rounding in half precision would be as large as what is looked for."""
+    return one.float() if one.dtype in (torch.float16, torch.bfloat16) else one
+
+
+def _different(weights: Tensor) -> Tensor:
+    """A factor for each row. The user's weights may be equal in one slice, and not in the next."""
+    factors = torch.linspace(0.5, 1.5, len(weights), dtype=weights.dtype, device=weights.device)
+    return factors.view(-1, *[1] * (weights.ndim - 1))
 
 
 def _check_metrics(model: Any, tensors: list[Tensor], batch: Batch, rows: int) -> None:
@@ -91,12 +157,37 @@ def _check_metrics(model: Any, tensors: list[Tensor], batch: Batch, rows: int) -
             model.compute_metrics(x, y, outputs, sample_weight=weights)
         return values_of(tensors) - start
 
+    # A sum of positive and negative values may be near 0, where the rounding of its terms is not.
+    smallest = max(TOLERANCE * 1e-2, ROUNDING * rows * _largest(batch) ** 2)
     whole, in_turn, apart = added(batch), added(first, second), added(first) + added(second)
     for found in (in_turn, apart):
-        wrong = ~torch.isclose(found, whole, rtol=TOLERANCE, atol=TOLERANCE * 1e-2)
+        wrong = ~torch.isclose(found, whole, rtol=TOLERANCE, atol=smallest, equal_nan=True)
         if wrong.any():
             metric = _owner(model, int(wrong.nonzero()[0]))
             raise _refused(metric, "adds something else for a batch than for its two halves")
+
+
+def check_test_halves(model: Any, step: Callable[[int, int], None], rows: int) -> None:
+    """What `step` adds for the rows must be what it adds for their two halves."""
+    tensors = sums_of(model)
+    before = values_of(tensors)
+
+    def added(low: int, high: int) -> Tensor:
+        for metric in metrics_of(model):
+            metric.reset_state()
+        start = values_of(tensors)
+        step(low, high)
+        return values_of(tensors) - start
+
+    try:
+        whole, halves = added(0, rows), added(0, rows // 2) + added(rows // 2, rows)
+    finally:
+        add_up(tensors, before)
+    wrong = ~torch.isclose(halves, whole, rtol=TOLERANCE, atol=ROUNDING * rows, equal_nan=True)
+    if wrong.any():
+        raise _refused(
+            _owner(model, int(wrong.nonzero()[0])), "adds something else for a batch than for its two halves"
+        )
 
 
 def _check_loss(model: Any, batch: Batch, rows: int) -> None:
@@ -109,7 +200,7 @@ def _check_loss(model: Any, batch: Batch, rows: int) -> None:
         return float(loss) * (high - low)
 
     whole, halves = sum_over(0, rows), sum_over(0, half) + sum_over(half, rows)
-    if abs(whole - halves) > TOLERANCE * max(abs(whole), abs(halves), 1e-6):
+    if abs(whole - halves) > max(TOLERANCE * max(abs(whole), abs(halves)), ROUNDING * rows):
         raise BadLoss(
             f"The loss of {rows} rows is {whole / rows:.6g}, but the mean over its two halves is {halves / rows:.6g}: "
             "it is not a mean over examples, so slices of a batch cannot be averaged.",
@@ -145,6 +236,13 @@ def _owner(model: Any, index: int) -> Any:
 
 def _rows(batch: Batch) -> int:
     return int(next(one.shape[0] for one in keras.tree.flatten(batch) if one is not None))
+
+
+def _largest(batch: Batch) -> float:
+    """The size of the largest target or output, at least 1."""
+    _, y, outputs, _ = batch
+    found = [float(one.abs().max()) for one in keras.tree.flatten((y, outputs)) if one is not None and one.numel()]
+    return max([1.0, *(one for one in found if math.isfinite(one))])
 
 
 def _cut(batch: Batch, low: int, high: int) -> Batch:

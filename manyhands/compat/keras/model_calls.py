@@ -16,11 +16,13 @@ import keras
 import torch
 
 from manyhands.compat.keras.callback_list import LockstepCallbacks, QuietCallbacks
-from manyhands.compat.keras.fit_call import FitCall, FitState
+from manyhands.compat.keras.fit_call import FitCall, FitState, give_parameter
 from manyhands.compat.keras.fit_data import FitData, StepAdapter, split_off
 from manyhands.compat.keras.metric_sums import sums_of
+from manyhands.compat.keras.model_checks import check_step
+from manyhands.compat.keras.same_batches import agreed_batches
 from manyhands.compat.keras.shared_evaluation import SharedEvaluation
-from manyhands.errors import SpecError, UsageError
+from manyhands.errors import UsageError
 from manyhands.training.driven_training import DrivenTraining
 from manyhands.training.setup.keras_models import check_usable
 from manyhands.training.setup.keras_optimizer import KerasOptimizer
@@ -96,6 +98,7 @@ class ModelCalls:
             shuffle=shuffle,
             class_weight=class_weight,
         )
+        held_out = None
         loop = {
             "epochs": epochs,
             "initial_epoch": initial_epoch,
@@ -106,37 +109,42 @@ class ModelCalls:
         if validation_data is not None:
             given = keras.utils.unpack_x_y_sample_weight(validation_data)
             held_out = FitData(*given, batch_size=validation_batch_size or batch_size, steps=validation_steps)
-            loop["validation_data"] = (self._adapter_of(held_out),)
         training = self._training_for(data)
+        if held_out is not None:
+            loop["validation_data"] = (self._adapter_of(held_out, training, "fit(validation_data=...)"),)
+        read = (data, held_out)
         if training.begin("fit"):
-            return self._history_of(training.recorded)
+            return self._read_over(training.recorded, read)
         call = FitCall(model, training, data, self._state)
-        return self._run_fit(call, training, data, loop, callbacks, verbose)
+        call.warn_if_frozen()
+        return self._run_fit(call, training, read, loop, callbacks, verbose)
 
     def _run_fit(
         self,
         call: FitCall,
         training: DrivenTraining,
-        data: FitData,
+        read: tuple[FitData, FitData | None],
         loop: dict[str, Any],
         callbacks: Any,
         verbose: Any,
     ) -> Any:
-        model, per_epoch, num_epochs = self._model, loop["steps_per_epoch"], loop["epochs"] - loop["initial_epoch"]
+        data, held_out = read
+        per_epoch, num_epochs = loop["steps_per_epoch"], loop["epochs"] - loop["initial_epoch"]
         source = training.source(data.for_source(), shuffle=data.shuffle, batched=data.batched)
         data.know_source(source)
         steps = per_epoch * num_epochs if per_epoch else None
         listed = LockstepCallbacks(
             callbacks,
             call,
-            model=model,
+            model=self._model,
             verbose=verbose,
             epochs=loop["epochs"],
             steps=per_epoch or data.num_batches,
         )
         call.callbacks = listed
         if num_epochs < 1:
-            return self._keras("fit", StepAdapter(call.start_pass, 1, 1), **loop, callbacks=listed)
+            with self._functions(train=call.train_function):
+                return self._keras("fit", StepAdapter(call.start_pass, 1, 1), **loop, callbacks=listed)
         self._state.call = call
         try:
             with training.steps(
@@ -147,13 +155,17 @@ class ModelCalls:
                 together_every=per_epoch,
             ) as takes_part:
                 if not takes_part:
-                    return self._history_of(training.recorded)
+                    return self._read_over(training.recorded, read)
                 call.resume()
                 if call.finished is None:
                     with self._functions(train=call.train_function, test=self._shared(training).test_function):
                         adapter = StepAdapter(call.start_pass, data.num_batches, data.batch_size)
                         self._keras("fit", adapter, **loop, callbacks=listed)
-                    call.finished = _record_of(listed.history)
+                    data.end_steps(*training.position)
+                    num_read = [data.num_read, held_out.num_read if held_out is not None else 0]
+                    call.finished = _record_of(listed.history) | {"read": num_read}
+                else:  # an earlier attempt ended after its last checkpoint
+                    self._read_over(call.finished, read)
             training.record(call.finished)
         finally:
             self._state.call = None
@@ -169,21 +181,14 @@ class ModelCalls:
                 where="fit inside of a scope",
                 fix=["fit in the scope that it was made in, or after both", "a new model, made in this scope"],
             )
-        if type(model).train_step is not keras.Model.train_step:
-            raise SpecError(
-                f"{type(model).__name__} overrides train_step, which computes and applies the gradient of a whole "
-                "batch on one worker.",
-                fix=[
-                    "def compute_loss(self, x, y, y_pred, sample_weight, training): ..., called by Keras's train_step",
-                    "mh.join, for a loop of your own",
-                ],
-            )
-        if model.jit_compile:
-            raise SpecError(
-                "jit_compile=True compiles Keras's step, and here it is another one.",
-                where="compile(...)",
-                fix=["jit_compile=False", "--compile-mode of mh run, for torch.compile"],
-            )
+        check_step(model, "fit")
+
+    def _read_over(self, record: Any, read: tuple[FitData, FitData | None]) -> Any:
+        """The History of a call that has ended without this process, which reads what it has read of generators."""
+        for data, count in zip(read, record.get("read", ()), strict=False):
+            if data is not None:
+                data.read_over(count)
+        return self._history_of(record)
 
     def _history_of(self, record: Any, history: Any = None) -> Any:
         """The History of a call that has ended, maybe in an earlier attempt."""
@@ -209,8 +214,12 @@ class ModelCalls:
         if kwargs.get("_use_cached_eval_dataset"):  # Keras's fit validates
             assert self._state.call is not None
             if not self._state.call.is_live:
+                self._model._eval_epoch_iterator.reset()
+                for _ in self._model._eval_epoch_iterator:  # generators, and adapters of Keras, have been read so far
+                    pass
                 return {}
             return self._keras("evaluate", x, steps=steps, callbacks=callbacks, return_dict=True, **kwargs)
+        check_step(self._model, "evaluate")
         data = FitData(x, y, sample_weight, batch_size=batch_size, steps=steps)
         training = self._training_for(data)
 
@@ -221,10 +230,15 @@ class ModelCalls:
             )
             with self._functions(test=shared.test_function):
                 return self._keras(
-                    "evaluate", self._adapter_of(data), steps=steps, callbacks=listed, return_dict=True, **kwargs
+                    "evaluate",
+                    self._adapter_of(data, training, "evaluate(x=...)"),
+                    steps=steps,
+                    callbacks=listed,
+                    return_dict=True,
+                    **kwargs,
                 )
 
-        logs = self._counted("evaluate", training, work)
+        logs = self._counted("evaluate", training, work, lambda: data.read_over_evaluation(steps))
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
 
     def predict(
@@ -235,6 +249,7 @@ class ModelCalls:
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
+        check_step(self._model, "predict")
         data = FitData(x, batch_size=batch_size, steps=steps)
         training = self._training_for(data, predicts=True)
 
@@ -244,22 +259,30 @@ class ModelCalls:
                 callbacks, shared, model=self._model, verbose=verbose, epochs=1, steps=steps or data.num_batches
             )
             with self._functions(predict=shared.predict_function):
-                return self._keras("predict", self._adapter_of(data), steps=steps, callbacks=listed)
+                adapter = self._adapter_of(data, training, "predict(x=...)")
+                return self._keras("predict", adapter, steps=steps, callbacks=listed)
 
-        return self._counted("predict", training, work)
+        return self._counted("predict", training, work, lambda: data.read_over_evaluation(steps))
 
-    def _counted(self, name: str, training: DrivenTraining, work: Callable[[], Any]) -> Any:
-        """A public call, whose result is recorded; inside of `fit`, in a callback, it is a part of that."""
+    def _counted(
+        self, name: str, training: DrivenTraining, work: Callable[[], Any], read_over: Callable[[], None]
+    ) -> Any:
+        """A public call, whose result is recorded; inside of `fit`, in a callback, it is a part of that.
+
+        Where it is over, `read_over` reads what it has read of a generator.
+        """
         if training.is_in_steps:
             return work()
         training.begin(name)
         if name == "predict":
             if training.is_over:
+                read_over()
                 return keras.tree.map_structure(lambda one: one.numpy(), training.recorded_tensors)
             found = work()
             training.record_tensors(keras.tree.map_structure(torch.from_numpy, found))
             return found
         if training.is_over:
+            read_over()
             return training.recorded
         found = {key: float(value) for key, value in work().items()}
         training.record(found)
@@ -283,6 +306,12 @@ class ModelCalls:
                 fix=["fit(x, y, batch_size=len(x), shuffle=False)", 'mh.ParameterServer(mode="hybrid")', "mh.Mirrored"],
             )
         training.refuse_without_checkpoints("train_on_batch", "fit")
+        if training.is_in_steps:
+            raise UsageError(
+                "train_on_batch was called inside of a step of fit, of the same model.",
+                where="train_on_batch in a callback",
+                fix=["train_on_batch in a loop, without fit", "another model, for steps of its own"],
+            )
         call = FitCall(model, training, data, self._state)
         source = training.source(data.for_source(), shuffle=False)
         model.reset_metrics()
@@ -367,6 +396,8 @@ class ModelCalls:
         is_same = len(now) <= len(self._made_for) and all(a is b for a, b in zip(now, self._made_for, strict=False))
         if self._training is None or not is_same:
             self._state, self._made_for = FitState(), now
+            give_parameter(model)
+            model.train()  # as Keras's fit does; an earlier evaluation may have left it in the other mode
             self._training = DrivenTraining(
                 self._scope.hands_of_model(),
                 model,
@@ -377,10 +408,18 @@ class ModelCalls:
         return self._training
 
     def _shared(self, training: DrivenTraining) -> SharedEvaluation:
-        return SharedEvaluation(self._model, training)
+        return SharedEvaluation(self._model, training, self._state.halves_of_tests)
 
-    def _adapter_of(self, data: FitData) -> StepAdapter:
-        return StepAdapter(data.batches, data.num_batches, data.batch_size)
+    def _adapter_of(self, data: FitData, training: DrivenTraining, where: str) -> StepAdapter:
+        """Of batches for an evaluation. One that the run is past is read, without the other workers."""
+
+        def batches() -> Iterator[Any]:
+            call = self._state.call
+            if data.is_known_everywhere or (call is not None and not call.is_live):
+                return data.batches()
+            return agreed_batches(training, where, data.batches(), lambda rows: rows.columns)
+
+        return StepAdapter(batches, data.num_batches, data.batch_size)
 
     def _keras(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self._model), name)(self._model, *args, **kwargs)
@@ -400,9 +439,10 @@ class ModelCalls:
 
 
 def _as_torch(model: Any, optimizer: Any) -> torch.optim.Optimizer:
-    if optimizer is not None:
+    if optimizer is not None and model.trainable_variables:
         return KerasOptimizer(optimizer, model.trainable_variables)
-    return torch.optim.SGD([one.value for one in model.trainable_variables], lr=0.0)  # it is not compiled: predict only
+    # It is not compiled, so that it can only predict; or nothing of it is trained.
+    return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.0)
 
 
 def _build(model: Any, data: FitData, *, predicts: bool) -> None:

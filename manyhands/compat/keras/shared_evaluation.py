@@ -15,19 +15,24 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from manyhands.compat.keras.metric_sums import add_up, sums_of, values_of
+from manyhands.compat.keras.metric_sums import HalvesCheck, add_up, sums_of, values_of
+from manyhands.compat.keras.model_checks import check_logs, check_rows
 from manyhands.training.driven_training import DrivenTraining
 
 __all__ = ["SharedEvaluation"]
+
+CHECKED = 64
+"""Rows of a batch, at most, whose halves are compared with them."""
 
 
 class SharedEvaluation:
     """For Keras's `evaluate` and `predict`: the functions of a batch, and what callbacks ask about the run."""
 
     is_resumed = False
+    batches_taken = 0
 
-    def __init__(self, model: Any, training: DrivenTraining) -> None:
-        self._model, self._training = model, training
+    def __init__(self, model: Any, training: DrivenTraining, halves: HalvesCheck) -> None:
+        self._model, self._training, self._halves = model, training, halves
 
     @property
     def is_chief(self) -> bool:
@@ -43,6 +48,8 @@ class SharedEvaluation:
 
     def users_code(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def check_step(self) -> None: ...
 
     def warn(self, text: str) -> None:
         self._training.warn(text)
@@ -64,9 +71,11 @@ class SharedEvaluation:
         def work() -> None:
             added = []
             with training.evaluating():
+                if training.num_slices > 1:  # of the batch: slices may have one row
+                    self._halves.see_test(model, lambda *cut: model.test_step(rows(*cut)), min(len(rows), CHECKED))
                 for v, low, high in self._mine(len(rows)):
                     add_up(sums, start)
-                    model.test_step(rows(low, high))
+                    check_logs(model, model.test_step(rows(low, high)))
                     added.append(np.concatenate([[v], (values_of(sums) - start).numpy()]))
             data = np.stack(added).tobytes() if added else b""
             gathered = b"".join(training.gather("metrics of a batch", data))
@@ -89,6 +98,7 @@ class SharedEvaluation:
             with training.evaluating():
                 for v, low, high in self._mine(len(rows)):
                     outputs = self._model.predict_step(rows(low, high))
+                    check_rows(self._model, outputs, high - low)
                     for number, leaf in enumerate(keras.tree.flatten(outputs)):
                         found[f"{v}/{number}"] = leaf.detach().cpu().clone().contiguous()
                 if outputs is None:  # it has no slice, and needs the structure

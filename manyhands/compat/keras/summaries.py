@@ -7,6 +7,7 @@ update_freq="batch"; `validation` has those of validations. Start reading at `Su
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Summaries(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Takes the place of a TensorBoard callback, with its settings."""
+    """Takes the place of a TensorBoard callback, with its settings.
 
-    def __init__(self, asked: Any) -> None:
+    `batches_taken` says how many batches the call of `fit` has taken, those of earlier attempts included.
+    """
+
+    def __init__(self, asked: Any, batches_taken: Callable[[], int]) -> None:
         super().__init__()
+        self._batches_taken = batches_taken
         for option in ("histogram_freq", "write_images", "embeddings_freq"):
             if getattr(asked, option):
                 raise SpecError(
@@ -35,11 +40,11 @@ class Summaries(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
                 )
         self._log_dir, self._every, self._with_speed = (
             Path(asked.log_dir),
-            asked.update_freq,
+            1 if asked.update_freq == "batch" else asked.update_freq,
             asked.write_steps_per_second,
         )
         self._writers: dict[str, SummaryWriter] = {}
-        self._began_at, self._first_batch = 0.0, 0
+        self._began_at, self._batch_began_at, self._first_batch = 0.0, 0.0, 0
 
     @property
     def _step(self) -> int:
@@ -53,9 +58,17 @@ class Summaries(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._began_at, self._first_batch = time.monotonic(), self._step
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._batch_began_at = time.monotonic()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._every != "epoch" and batch % int(self._every) == 0:
-            self._write("train", {f"batch_{name}": value for name, value in (logs or {}).items()}, self._step)
+        number = self._batches_taken()
+        if self._every == "epoch" or number % int(self._every):
+            return
+        values = {f"batch_{name}": value for name, value in (logs or {}).items()}
+        if self._with_speed:
+            values["batch_steps_per_second"] = 1.0 / max(time.monotonic() - self._batch_began_at, 1e-9)
+        self._write("train", values, number)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         logs = logs or {}

@@ -55,6 +55,15 @@ class StreamSource:
             self._data.set_epoch(epoch)
         return iter(self._data)
 
+    def continued(self, epoch: int, row: int) -> tuple[Iterator[Any], int] | None:
+        """The rest of a stream that is open in this process, and how many items are before it; see `KeptStream`.
+
+        None: the stream has to be opened.
+        """
+        from_row = getattr(self._data, "from_row", None)
+        found: tuple[Iterator[Any], int] | None = from_row(epoch, row) if from_row is not None else None
+        return found
+
     def collate(self, rows: list[Any]) -> Any:
         return collate_rows(rows) if self._collate is None else self._collate(rows)
 
@@ -133,6 +142,10 @@ class _Reader:
         return StepPlan(number, self._epoch, start, rows, cut(rows, schedule.slices, short), self.ended), items
 
     def skip(self, rows: int) -> None:
+        continued = self._source.continued(self._epoch, rows)
+        if continued is not None:
+            (self._iterator, self._reads), self._start = continued, rows
+            return
         number = self._first_step
         while self._start < rows and not self.ended:
             self._read(self._source.items_of(min(self._schedule.batch_size, rows - self._start)), number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.long]
 
 SCRIPT = Path(__file__).with_name("whole_training.py")
 SERVED = Path(__file__).with_name("served_cases.py")
+GENERATORS = Path(__file__).with_name("generator_training.py")
 MH = str(Path(sys.executable).with_name("mh"))
 
 
@@ -81,6 +83,62 @@ def test_a_run_whose_workers_are_all_killed_resumes_inside_an_epoch(
     run(tmp_path, MH, "run", "-n", "2", str(SCRIPT), "out", "0", "all")
     assert (tmp_path / "out.killed0").exists()
     check(by_keras, tmp_path, 2)
+
+
+def test_a_worker_lost_while_a_generator_is_read_loses_and_repeats_no_batch(tmp_path: Path) -> None:
+    """In the second of two calls on one generator; the replacement reads first what the run has used."""
+    run(tmp_path, sys.executable, str(GENERATORS), "alone", "keras")
+    run(tmp_path, MH, "run", "-n", "2", "--elastic", "1:2", str(GENERATORS), "ours", "ours", "kill")
+    assert (tmp_path / "ours.killed").exists()
+    wanted = json.loads((tmp_path / "alone").read_text())
+    for found in tmp_path.glob("ours.[0-9]"):
+        results = json.loads(found.read_text())
+        for name in wanted:
+            np.testing.assert_allclose(flat(results[name]), flat(wanted[name]), atol=1e-5, err_msg=name)
+
+
+CLUSTER = """
+import os
+os.environ["KERAS_BACKEND"] = "torch"
+import keras, numpy as np
+from manyhands import distribute
+x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+strategy = distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+history = model.fit(x, x[:, :1], batch_size=32, epochs=2, verbose=0, shuffle=False)
+print("loss", strategy.num_replicas_in_sync, round(history.history["loss"][-1], 5), flush=True)
+"""
+
+
+def test_keras_fit_by_tf_config(tmp_path: Path) -> None:
+    """Two processes that are started as a cluster of TensorFlow's train one model."""
+    (tmp_path / "train.py").write_text(CLUSTER)
+    with socket.socket() as first, socket.socket() as second:
+        for one in (first, second):
+            one.bind(("127.0.0.1", 0))
+        workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in (first, second)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            env={**os.environ, "TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": _task(index)})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in (0, 1)
+    ]
+    said = [one.communicate(timeout=280)[0] for one in started]
+    assert [one.returncode for one in started] == [0, 0], said
+    lines = {line for one in said for line in one.splitlines() if line.startswith("loss 2 ")}
+    assert len(lines) == 1, said
+
+
+def _task(index: int) -> dict[str, object]:
+    return {"type": "worker", "index": index}
 
 
 OF_BATCHES = ("losses",)
