@@ -11,11 +11,11 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-__all__ = ["REPEAT_AFTER_S", "STOP_SIGNALS", "ends_at_once", "held_back", "ignore", "leave_to_launcher"]
+__all__ = ["REPEAT_AFTER_S", "STOP_SIGNALS", "ends_at_once", "held_back", "ignore", "leave_to_launcher", "notices"]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Schedulers send a notice twice, or to the job and then to its step. Within this time a repeat counts as the first.
@@ -30,6 +30,15 @@ def ends_at_once(number: int, since_first_s: float | None) -> bool:
     Ctrl-C does, as a person sends it. Any other signal does so only `REPEAT_AFTER_S` or more after the first.
     """
     return since_first_s is not None and (number == signal.SIGINT or since_first_s >= REPEAT_AFTER_S)
+
+
+def notices(signals: Sequence[int], *, lifeline_ended: bool) -> list[int]:
+    """What a launcher acts on: the signals that arrived, and for the end of its lifeline one SIGTERM.
+
+    A placer that can send no signals, such as `ssh`, holds the other end of the lifeline: when it dies, or closes it,
+    that is its notice.
+    """
+    return [*signals, *([int(signal.SIGTERM)] if lifeline_ended else [])]
 
 
 @contextlib.contextmanager

@@ -165,6 +165,7 @@ def make_request(
     resume: str | None = None,
     torchrun: bool = False,
     join_file: str | None = None,
+    lifeline: bool = False,
     result_file: str | None = None,
 ) -> LaunchRequest:
     run, launch, servers = resolved.spec.run, resolved.spec.launch, placement.server_tasks or resolved.spec.num_servers
@@ -196,6 +197,7 @@ def make_request(
         host_rank=placement.host_rank if placement.master else None,
         master=placement.master if placement.num_hosts > 1 else None,
         join_file=join_file,
+        lifeline=lifeline,
         environment=worker_environment(resolved, environ),
         resume=resume,
         result_file=result_file,
@@ -215,10 +217,12 @@ def _all_workers(placement: Placement) -> int:
 
 def _key(placement: Placement, environ: Mapping[str, str]) -> bytes | None:
     path = environ.get(KEY_FILE_VARIABLE)
-    if placement.num_hosts == 1 or not placement.trains or placement.master is None:
-        return None  # No host joins, or hosts join by a file: the agent makes a key and writes it there.
+    if not placement.trains or (placement.num_hosts == 1 and placement.listen is None):
+        return None  # No host joins.
     if path:
         return read_key(path)
+    if placement.master is None or placement.num_hosts == 1:
+        return None  # Hosts join by a file: the agent makes a key and writes it there.
     if placement.beyond_loopback:
         raise EnvironmentProblem(
             f"Hosts rendezvous at {placement.master[0]} port {placement.master[1]}, but this host has no key to prove "

@@ -203,7 +203,8 @@ def test_addresses_beyond_loopback_need_a_key(refused, plan, tmp_path):
     ("content", "mode", "says"),
     [
         (None, 0o600, "Cannot read"),
-        ("a" * 64, 0o640, "can be read by others"),
+        ("a" * 64, 0o644, "can be read by others"),
+        ("a" * 64, 0o660, "can be read by others"),
         ("a" * 63, 0o600, "does not contain a key"),
     ],
 )

@@ -17,12 +17,14 @@ from manyhands.errors import UsageError
 from manyhands.spec.load import KEYS, Key, flag_name
 from manyhands.spec.strategy_names import SAME_STRATEGY, strategy_name
 
-__all__ = ["BOTH_SPELLINGS", "HELP", "settings_options", "take_settings"]
+__all__ = ["BOTH_SPELLINGS", "HELP", "LIFELINE_HELP", "settings_options", "take_settings"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 BOTH_SPELLINGS = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Context settings under which --run-dir and --run_dir are the same flag, as in torchrun."""
+
+LIFELINE_HELP = "Take the end of standard input for one SIGTERM: no agent outlives what placed it."
 
 LEVELS = {"zero1": "optimizer", "zero2": "gradients"}
 SHORT = {"workers": "-n", "verbose": "-v"}

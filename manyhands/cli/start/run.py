@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from manyhands import exact_json
 from manyhands.cli.common.json_display import display_for
 from manyhands.cli.common.misplaced_flags import behind_the_script, notes_on_arguments
-from manyhands.cli.common.setting_options import BOTH_SPELLINGS, settings_options, take_settings
+from manyhands.cli.common.setting_options import BOTH_SPELLINGS, LIFELINE_HELP, settings_options, take_settings
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import UsageError
 from manyhands.launcher.launch import describe, launch_command, make_request, place, script_command
@@ -58,7 +58,7 @@ GROUPS = {
     ),
     "Output": ("verbose", "ui", "as_json", "dry_run"),
     "Checkpoints": ("every_steps", "every_s", "keep_last", "keep_best"),
-    "Several hosts": ("hosts_wanted", "listen", "join_file", "insecure_data_plane"),
+    "Several hosts": ("hosts_wanted", "listen", "join_file", "insecure_data_plane", "lifeline"),
     "Maths": ("precision", "slices", "accumulate", "exact", "clip_norm", "reducer"),
     "Monitoring": (
         *("heartbeat_s", "hang_s", "balance", "straggler_factor", "straggler_steps", "check_every", "audit"),
@@ -123,6 +123,7 @@ def torchrun_options(command: Command) -> Command:
 @click.option("-m", "--module", is_flag=True, default=None, help="SCRIPT is a module, as in `python -m`.")
 @click.option("--recipe", metavar="NAME", help=f"A built-in training instead of SCRIPT: {' or '.join(RECIPES)}.")
 @click.option("--join-file", metavar="PATH", help="The join file to write for other hosts.")
+@click.option("--lifeline", is_flag=True, help=LIFELINE_HELP)
 @click.option("--dry-run", is_flag=True, help="Print hosts, ranks, environment and command, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Events, output and failures as JSON lines on stdout.")
 @click.option("--no-python", is_flag=True, default=None, help="torchrun: SCRIPT is an executable; it has to be Python.")
@@ -137,6 +138,7 @@ def run(
     recipe: str | None,
     no_python: bool | None,
     join_file: str | None,
+    lifeline: bool,
     dry_run: bool,
     as_json: bool,
     **options: Any,
@@ -178,6 +180,7 @@ def run(
         resume=_resume(sys.argv[1:], settings),
         torchrun=bool(torchrun),
         join_file=join_file,
+        lifeline=lifeline,
     )
     if dry_run:
         _print_plan(describe(request, placement, environ), as_json)

@@ -148,6 +148,7 @@ class Agent:
                 self._channel.port.socket,
                 resources.user_port.socket,
                 resources.signals.fd,
+                resources.signals.lifeline,
                 *worker_fds,
                 resources.coordinator.pidfd if resources.coordinator else None,
                 resources.torch_store.waiting_fd if resources.torch_store else None,
@@ -255,6 +256,7 @@ class Agent:
         if orders.term > self._term:
             self._begin_term(orders)
         self._revision = orders.revision
+        self._status_report.hosts = orders.hosts
         if self._job is None and orders.job is not None:
             self._job = replace(orders.job, command=check_command(orders.job.command))
         if orders.run_dir is not None:

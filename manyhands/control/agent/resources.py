@@ -33,7 +33,7 @@ from manyhands.control.processes.torch_store import TorchStoreProcess
 from manyhands.control.processes.worker_output import Stream
 from manyhands.control.processes.worker_process import WorkerProcess
 from manyhands.control.run_directory import run_name
-from manyhands.control.security.keys import write_join_file
+from manyhands.control.security.keys import STANDARD_INPUT, write_join_file
 from manyhands.control.servers.backup_process import BackupProcess
 from manyhands.control.servers.server_ports import ServerPorts, tcp_endpoint
 from manyhands.spec.addresses import is_loopback
@@ -66,7 +66,7 @@ class AgentResources:
     def _open(
         self, request: LaunchRequest, job: JobDescription | None, say: Callable[[str], None], opened: ExitStack
     ) -> None:
-        self.signals = StopSignals()
+        self.signals = StopSignals(STANDARD_INPUT if request.lifeline else None)
         opened.callback(self.signals.close)
         self.directory = private_directory()
         self.guard = Guard(self.directory)
@@ -133,12 +133,15 @@ class AgentResources:
             return
         if not is_loopback(listen[0]):
             say(f"tensors between hosts are sent unencrypted, at {listen[0]} (--insecure-data-plane)")
-        if request.key is not None or request.master is not None:
+        if request.master is not None:
+            return
+        address = tcp_endpoint(*listen).removeprefix("tcp://")
+        more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
+        if request.key is not None and request.join_file is None:
+            say(f"{more}: mh agent --join {address}, with the same MANYHANDS_KEY_FILE")
             return
         path = (Path(request.join_file) if request.join_file else self.directory / "join.json").absolute()
-        address = tcp_endpoint(*listen).removeprefix("tcp://")
         write_join_file(path, JoinTicket(address=address, run=self.run_record.run, key=key.hex()))
-        more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
         say(f"{more}: mh agent --join {path}")
 
     @property

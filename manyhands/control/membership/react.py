@@ -131,6 +131,7 @@ def _apply_report(state: Membership, report: HostReport, now: float) -> Membersh
         leaving=report.leaving or (known is not None and known.leaving),
         servers=report.servers,
         backup=report.backup,
+        seat=report.seat,
     )
     state = replace(
         state,

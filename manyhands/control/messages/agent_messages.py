@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from manyhands.comm.transport import Message
 from manyhands.control.messages.failure import Failure, WorkerEnd
-from manyhands.control.messages.launch_request import WorkerCommand
+from manyhands.control.messages.launch_request import HostSeat, WorkerCommand
 from manyhands.control.messages.worker_messages import MessagePart, Refusal, StoreReply, StoreRequest, WorkerPosition
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "HostPlan",
     "HostReport",
     "JobDescription",
+    "LentHost",
     "MemberReport",
     "Orders",
     "PlannedWorker",
@@ -113,6 +114,8 @@ class HostReport(Message, frozen=True, kw_only=True):
     failed_server: FailedServer | None = None
     backup: str = ""
     """Endpoint at which this host keeps logs for other hosts' servers, if it does."""
+    seat: HostSeat | None = None
+    """The placer that placed this agent, if one did."""
 
 
 class JobDescription(MessagePart, frozen=True, kw_only=True):
@@ -188,6 +191,19 @@ class HostPlan(MessagePart, frozen=True, kw_only=True):
     """Slot, by incarnation, of each worker on any host that is not known to be dead, member or not."""
 
 
+class LentHost(MessagePart, frozen=True, kw_only=True):
+    """One host of the run, as its coordinator knows it."""
+
+    agent: str
+    name: str
+    slots: int
+    local: bool = False
+    silent: bool = False
+    leaving: bool = False
+    seat: HostSeat | None = None
+    """Its `seconds_left` is that of now."""
+
+
 class Orders(Message, frozen=True, kw_only=True):
     """The state that a host should be in."""
 
@@ -214,6 +230,8 @@ class Orders(Message, frozen=True, kw_only=True):
     """With "stop": the run is finished, and servers get time to end."""
     waiting_for: str = ""
     """Which hosts, servers or workers the run waits for before it can start."""
+    hosts: list[LentHost] = []
+    """All hosts, in order of joining; for the coordinator's own host only, which shows them."""
 
 
 class Relay(StoreRequest, frozen=True, kw_only=True):

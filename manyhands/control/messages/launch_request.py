@@ -15,7 +15,7 @@ from manyhands.events import Event
 if TYPE_CHECKING:
     from manyhands.control.messages.failure import Failure
 
-__all__ = ["Display", "JoinTicket", "LaunchRequest", "WorkerCommand"]
+__all__ = ["Display", "HostSeat", "JoinTicket", "LaunchRequest", "WorkerCommand"]
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +37,17 @@ class JoinTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run's name; empty: any run that has this key."""
     key: str
     """The run's 32-byte key in hexadecimal. Never put it on a command line or into an environment variable."""
+
+
+class HostSeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a placer (Slurm, MPI, Ray, Kubernetes, ssh) told the agent that it placed on a host."""
+
+    placer: str
+    job: str = ""
+    node: str = ""
+    """The placer's name of the host; empty: its host name."""
+    seconds_left: float | None = None
+    """When it was reported: how long the placer lets this agent run. None: unknown, or without limit."""
 
 
 class LaunchRequest(msgspec.Struct, kw_only=True):
@@ -80,6 +91,10 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     """torchrun's --node-rank. 0 runs the coordinator at `master`; the other hosts connect to it."""
     master: tuple[str, int] | None = None
     """Where host_rank 0 listens and the other hosts connect: torchrun's --master-addr and -port, TF_CONFIG's chief."""
+    seat: HostSeat | None = None
+    """The placer that placed this agent; its `seconds_left` counts from the start of the agent."""
+    lifeline: bool = False
+    """Standard input stays open as long as what placed this agent wants it: its end counts as one SIGTERM."""
     join_file: str | None = None
     """Path of the join file to write. None: in the run's private directory; the display shows the path."""
     join_timeout_s: float = 300.0
