@@ -17,7 +17,7 @@ from manyhands.errors import EnvironmentProblem
 from manyhands.spec.load import KEY_FILE_VARIABLE
 from manyhands.spec.placement import Machine
 
-__all__ = ["may_listen", "read_key", "this_machine", "write_key"]
+__all__ = ["may_listen", "num_cores", "read_key", "this_machine", "write_key"]
 
 KEY_BYTES = 32
 STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0")

@@ -16,7 +16,9 @@ from manyhands.control.messages.agent_messages import LentHost
 from manyhands.control.messages.launch_request import HostSeat
 from manyhands.control.security.keys import new_key
 from manyhands.control.session.run_client import query
+from manyhands.errors import UsageError
 from manyhands.signals import notices
+from manyhands.spec.host_environment import merged, shipped
 from tests.control.conftest import PRELUDE, Launcher, until
 from tests.control.elastic_run import PLAIN, TRAIN, Elastic, by_slot
 
@@ -37,7 +39,8 @@ class Placed:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "TMPDIR": str(launcher.temp), **environ},
+                # Workers that import no torch start faster than what they would be forked from.
+                env={**os.environ, "TMPDIR": str(launcher.temp), "MANYHANDS_START": "spawn", **environ},
             )
         assert self.process.stdin is not None
         self.process.stdin.write(first_line.encode())
@@ -73,8 +76,22 @@ def test_hosts_join_with_a_key_from_outside_and_leave_when_their_lifeline_ends(l
     key = launcher.folder / "secret.key"
     key.write_text(new_key().hex())
     key.chmod(0o440)
-    flags = ("--ui", "plain", "--run-dir", "r", "--elastic", "1:3", "-n", "1", "--listen", "127.0.0.1", "--lifeline")
-    first = placed("run", *flags, "train.py", MANYHANDS_KEY_FILE=str(key))
+    flags = (
+        "--ui",
+        "plain",
+        "--run-dir",
+        "r",
+        "--elastic",
+        "1:3",
+        "-n",
+        "1",
+        "--listen",
+        "127.0.0.1",
+        "--lifeline",
+        "--grace",
+        "2",
+    )
+    first = placed("run", *flags, "--lifeline", "train.py", MANYHANDS_KEY_FILE=str(key))
     address = until(lambda: _address(launcher.folder), what="the address to join at")
     second = placed("agent", "--join", address, "--lifeline", MANYHANDS_KEY_FILE="-", first_line=f"{key.read_text()}\n")
     ticket = {"address": address, "run": "r", "key": key.read_text()}
@@ -115,3 +132,78 @@ def test_status_says_who_lends_a_host_and_for_how_long(more, line):
     from manyhands.cli.runs.status import host_line
 
     assert host_line(LentHost(agent="a", name="ash", slots=2, **more)).startswith(line)
+
+
+SEES = """
+    session = join()
+    session.set(f"epochs/{RANK}", f"{os.environ.get('EPOCHS')} {os.environ.get('OMP_NUM_THREADS')}".encode())
+    print(*(session.get(f"epochs/{rank}", 60).decode() for rank in range(IDENTITY.world_size)), flush=True)
+    mark(f"up-{RANK}")
+    wait_for("go")
+"""
+
+
+def first_host(launcher, **more):
+    run = launcher(SEES, workers=1, hosts_wanted=2, listen="127.0.0.1", join_file="join.json", **more)
+    until(lambda: (run.folder / "join.json").exists())
+    return run
+
+
+def test_workers_of_a_joined_host_get_the_first_hosts_environment(launcher, monkeypatch):
+    monkeypatch.setenv("EPOCHS", "600")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    first = first_host(launcher)
+    monkeypatch.setenv("EPOCHS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    second = launcher(join=json.loads((first.folder / "join.json").read_text()), workers=1)
+    first.wait_for("up-1")
+    (first.folder / "go").touch()
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert first.out == f"600 {threads} 600 3\n"
+    assert any("EPOCHS is 2 on" in line and "and 600 on" in line for line in second.said())
+
+
+@pytest.mark.parametrize("what", ["script", "arguments"])
+def test_a_host_that_would_run_something_else_is_refused_and_the_run_waits_for_another(launcher, what):
+    first = first_host(launcher)
+    ticket, script = json.loads((first.folder / "join.json").read_text()), first.folder / "train.py"
+    text, more = script.read_text(), {}
+    if what == "script":
+        script.write_text(f"{text}print('another')\n")
+    else:
+        more["own_command"] = {"kind": "script", "target": "train.py", "args": ["--epochs", "2"]}
+    other = launcher(join=ticket, workers=1, **more)
+    assert other.wait() == 3
+    assert ("runs another train.py (sha " if what == "script" else "runs train.py with --epochs 2, and") in other.err
+    script.write_text(text)
+    second = launcher(join=ticket, workers=1)
+    first.wait_for("up-1")
+    (first.folder / "go").touch()
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert any("a host has left:" in event["text"] for event in first.events("Warned"))
+
+
+HOSTS_OWN = [
+    "SLURM_NODEID",
+    "PATH",
+    "TMPDIR",
+    "OMP_NUM_THREADS",
+    "MANYHANDS_KEY_FILE",
+    "CUDA_VISIBLE_DEVICES",
+    "HOSTNAME",
+]
+SECRETS = ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "OPENAI_KEY"]
+
+
+def test_what_belongs_to_a_host_and_what_looks_like_a_secret_stays_where_it_is():
+    environ = {"EPOCHS": "2", "MANYHANDS_SEED": "1", "PYTHONPATH": "/code"}
+    local = dict.fromkeys([*HOSTS_OWN, *SECRETS], "here")
+    assert shipped(environ | local) == environ
+    merged_environment, note = merged(local | {"EPOCHS": "7"}, environ, here="n2", there="n1")
+    assert merged_environment == environ | local
+    assert note.startswith(
+        "workers here use the environment of n1: EPOCHS is 7 on n2 and 2 on n1; MANYHANDS_SEED is not"
+    )
+    assert merged(local | environ, environ, here="n2", there="n1")[1] == ""
+    with pytest.raises(UsageError, match="513 KiB"):
+        shipped({"BIG": "x" * (513 * 1024)})

@@ -13,7 +13,7 @@ from manyhands.cli.common.setting_options import BOTH_SPELLINGS, LIFELINE_HELP
 from manyhands.control.messages.launch_request import JoinTicket, LaunchRequest
 from manyhands.control.security.keys import read_join_file, read_join_input
 from manyhands.errors import ClusterError, UsageError
-from manyhands.launcher.launch import forks_workers, launch_command, worker_environment
+from manyhands.launcher.launch import forks_workers, host_seat, launch_command, placer_times, worker_environment
 from manyhands.launcher.machine import read_key, this_machine
 from manyhands.spec.addresses import parse_task_address
 from manyhands.spec.load import KEY_FILE_VARIABLE, environment, resolve
@@ -58,6 +58,8 @@ def agent(join: str, folder: str | None, lifeline: bool, as_json: bool, **option
         forks=forks_workers(resolved, environ),
         listen=launch.listen,
         lifeline=lifeline,
+        seat=host_seat(environ),
+        times=placer_times(environ),
         # Unencrypted Gloo between hosts was accepted when the run was started; joining accepts it as well.
         insecure_data_plane=True,
         environment=worker_environment(resolved, environ),

@@ -37,6 +37,7 @@ from manyhands.control.security.keys import STANDARD_INPUT, write_join_file
 from manyhands.control.servers.backup_process import BackupProcess
 from manyhands.control.servers.server_ports import ServerPorts, tcp_endpoint
 from manyhands.spec.addresses import is_loopback
+from manyhands.spec.host_environment import shipped
 
 __all__ = ["AgentResources"]
 
@@ -116,6 +117,7 @@ class AgentResources:
             term_floor=self.run_record.term_floor(),
             listen=self.addresses.listen,
             key=self.addresses.key,
+            environment=shipped(request.environment) if self.addresses.listen is not None else {},
         )
         self.coordinator = ChildProcess("manyhands.control.coordinator.process", msgspec.msgpack.encode(config))
         opened.callback(self.coordinator.close)
@@ -124,9 +126,9 @@ class AgentResources:
         self._patience_s = math.inf if imports_manyhands(job.command) else request.store_after_s
         self.torch_store = TorchStoreProcess(self.addresses.data, self._patience_s)
         opened.callback(self._close_torch_store)
-        self._invite(request, say)
+        self._invite(request, say, opened)
 
-    def _invite(self, request: LaunchRequest, say: Callable[[str], None]) -> None:
+    def _invite(self, request: LaunchRequest, say: Callable[[str], None], opened: ExitStack) -> None:
         """Say what is sent unencrypted, and write the join file unless the hosts share a key already."""
         listen, key = self.addresses.listen, self.addresses.key
         if listen is None or key is None:
@@ -142,6 +144,9 @@ class AgentResources:
             return
         path = (Path(request.join_file) if request.join_file else self.directory / "join.json").absolute()
         write_join_file(path, JoinTicket(address=address, run=self.run_record.run, key=key.hex()))
+        if request.removes_join_file:
+            opened.callback(path.unlink, missing_ok=True)
+            return
         say(f"{more}: mh agent --join {path}")
 
     @property

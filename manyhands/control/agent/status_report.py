@@ -31,6 +31,8 @@ class StatusReport:
         seconds_left = request.seat.seconds_left if request.seat else None
         self.deadline = None if seconds_left is None else time.monotonic() + seconds_left
         """When this host's placer ends its agent; None: unknown, or never."""
+        self.refusal = ""
+        """Why this host leaves a run that it has joined."""
         self.hosts: list[LentHost] = []
         """As the coordinator last sent them; of the first host only."""
 
@@ -63,6 +65,8 @@ class StatusReport:
             log_base=run_record.log_base,
             committed=self._channel.committed,
             has_job=has_job,
+            undecided=not has_job and resources.coordinator is None,
+            refusal=self.refusal,
             leaving=leaving,
             failed_server=host_workers.servers.failure(host_workers.plan.attempt, now) if host_workers else None,
             backup=resources.backup.endpoint if resources.backup else "",

@@ -74,7 +74,7 @@ def _aged(seat: HostSeat | None, seconds: float) -> HostSeat | None:
 
 def _missing(state: Membership) -> str:
     wanted = state.settings.hosts_wanted
-    ready = [host for host in state.hosts.values() if not host.silent]
+    ready = [host for host in state.hosts.values() if not host.silent and not host.undecided]
     if len(ready) >= wanted:
         return ""
     ranks = {host.host_rank for host in ready}

@@ -132,6 +132,7 @@ def _apply_report(state: Membership, report: HostReport, now: float) -> Membersh
         servers=report.servers,
         backup=report.backup,
         seat=report.seat,
+        undecided=report.undecided,
     )
     state = replace(
         state,
@@ -226,7 +227,7 @@ def _advance(state: Membership, now: float) -> Membership:
 def _gather(state: Membership, now: float) -> Membership:
     if state.stop is not None:
         return end_run(state, now, stopped_code(state), "stopped before its workers were started")
-    ready = [host for host in state.hosts.values() if not host.silent and not host.leaving]
+    ready = [host for host in state.hosts.values() if not (host.silent or host.leaving or host.undecided)]
     chief = _in_order(ready)[0] if ready else None
     if _enough(state, ready) and chief is not None and chief.master is not None:
         form = elastic.form if state.settings.elastic is not None else _form

@@ -77,6 +77,8 @@ class Host(_Value, frozen=True, kw_only=True):
     backup: str = ""
     """Endpoint at which it keeps logs for other hosts' servers."""
     seat: HostSeat | None = None
+    undecided: bool = False
+    """It may still find that it cannot run the program."""
     leaving: bool = False
     """Its agent shuts down: it gets no new workers, and those that it has are dismissed."""
 

@@ -101,6 +101,10 @@ class HostReport(Message, frozen=True, kw_only=True):
     log_base: int = 0
     committed: CheckpointCommit | None = None
     has_job: bool = False
+    undecided: bool = False
+    """It has joined, and not yet compared its copy of the program with the run's: until then it gets no worker."""
+    refusal: str = ""
+    """With `leaving`: why this host cannot run what the run's first host runs."""
     leaving: bool = False
     """This agent shuts down. In an elastic run its workers are dismissed; once `clear` is set too, it is gone."""
     workers_wanted: int | None = None
@@ -134,6 +138,10 @@ class JobDescription(MessagePart, frozen=True, kw_only=True):
     """Limits for workers of an elastic run; see `control.membership.hang_detection`."""
     servers: int = 0
     """How many parameter servers the run starts with."""
+    host: str = ""
+    """The first host's name."""
+    program: str = ""
+    """SHA-256 of the file that `command` names; empty: it is not one file."""
 
 
 class PlannedWorker(MessagePart, frozen=True, kw_only=True):
@@ -221,6 +229,8 @@ class Orders(Message, frozen=True, kw_only=True):
     run_dir: str | None = None
     log_base: int = 0
     job: JobDescription | None = None
+    environment: dict[str, str] | None = None
+    """With `job`: the variables that the workers of all hosts share. Never written to disk."""
     positions: dict[int, WorkerPosition] = {}
     note: str = ""
     """Text to show to the user once, such as a refused join."""

@@ -15,7 +15,7 @@ from manyhands.events import Event
 if TYPE_CHECKING:
     from manyhands.control.messages.failure import Failure
 
-__all__ = ["Display", "HostSeat", "JoinTicket", "LaunchRequest", "WorkerCommand"]
+__all__ = ["Display", "HostSeat", "JoinTicket", "LaunchRequest", "PlacerTimes", "WorkerCommand"]
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +48,20 @@ class HostSeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The placer's name of the host; empty: its host name."""
     seconds_left: float | None = None
     """When it was reported: how long the placer lets this agent run. None: unknown, or without limit."""
+
+
+class PlacerTimes(Protocol):
+    """How long a placer lets an agent run, as far as it has said so."""
+
+    deadline: float | None
+    """By `time.monotonic`."""
+    kill_after_s: float | None
+    """How long after its notice it kills."""
+
+    def poll(self, now: float) -> bool:
+        """True, once: it has said what it will say. Must not block: it is called from the agent's loop."""
+
+    def close(self) -> None: ...
 
 
 class LaunchRequest(msgspec.Struct, kw_only=True):
@@ -93,10 +107,17 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     """Where host_rank 0 listens and the other hosts connect: torchrun's --master-addr and -port, TF_CONFIG's chief."""
     seat: HostSeat | None = None
     """The placer that placed this agent; its `seconds_left` counts from the start of the agent."""
+    times: PlacerTimes | None = None
     lifeline: bool = False
     """Standard input stays open as long as what placed this agent wants it: its end counts as one SIGTERM."""
     join_file: str | None = None
     """Path of the join file to write. None: in the run's private directory; the display shows the path."""
+    removes_join_file: bool = False
+    """The join file is removed when the run ends: its name belongs to this start of a job."""
+    join_hint: str = ""
+    """Said with what the first host waits for, when hosts have not joined for a while."""
+    own_command: WorkerCommand | None = None
+    """With `join`: what was typed on this host, which has to be what the run's first host runs."""
     join_timeout_s: float = 300.0
     """How long a joining host waits for the run to answer, and the first host for the other hosts."""
     lost_after_s: float = 15.0

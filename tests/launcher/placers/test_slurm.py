@@ -1,0 +1,162 @@
+"""`mh run` inside steps of a real Slurm: three nodes, each a namespace of this machine."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.events import StepDone
+from manyhands.launcher.placers.node_list import expand_names
+from manyhands.observe.recorder import read_events
+from tests.launcher.placers.hosts import finish
+from tests.launcher.placers.real_slurm import CORES, SlurmCluster, slurm_cluster, why_not
+
+REASON = why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+MH = str(Path(sys.executable).with_name("mh"))
+SCRIPT = str(Path(__file__).parents[2] / "end_to_end" / "small_training.py")
+ONE_EACH = ("srun", "-N2", "--ntasks-per-node=1", "--exclusive")
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmCluster]:
+    with slurm_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _idle(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "slurm" in request.fixturenames:
+        request.getfixturevalue("slurm").make_idle()
+
+
+def mh_run(run_dir: str, *words: str, steps: int = 12, pause: float = 0.0) -> tuple[str, ...]:
+    script = (SCRIPT, "--strategy", "", "--steps", str(steps), "--pause", str(pause))
+    return (MH, "run", "--ui", "plain", "--run-dir", run_dir, *words, *script)
+
+
+def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = 60.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
+        time.sleep(0.05)
+    return found
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    files = (run_dir / "events").glob("*.jsonl")
+    return [event.step for file in files for event in read_events(file) if isinstance(event, StepDone)]
+
+
+def digest(output: str) -> str:
+    return re.findall(r"weights ([0-9a-f]{64})", output)[-1]
+
+
+def test_srun_on_two_nodes_is_one_training_and_its_key_is_in_no_argument_and_no_environment(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    step = slurm.start(*ONE_EACH, "--time=30", *mh_run("r", steps=60, pause=0.05), cwd=tmp_path)
+    (ticket,) = until(lambda: list((slurm.home / ".manyhands/jobs").glob("*.join")), "a join file")
+    assert (oct(ticket.stat().st_mode)[-3:], oct(ticket.parent.stat().st_mode)[-3:]) == ("600", "700")
+    key = re.search(rb'"key":"([0-9a-f]{64})"', ticket.read_bytes())
+    assert key is not None
+    until(lambda: steps_of(tmp_path / "r"), "a step")
+    pids = {name: slurm.hosts.processes(name) for name in ("login", "n1", "n2")}
+    for pid in functools.reduce(operator.iadd, pids.values(), []):
+        for file in ("cmdline", "environ"):
+            assert key[1] not in shown(pid, file)
+    status = subprocess.run([MH, "status", str(tmp_path / "r")], capture_output=True, text=True, check=True).stdout
+    left = r"\(slurm \d+, (29m|30m) left\), 1 worker\n"
+    assert re.search(rf"host +n1 {left}.*host +n2 {left}", status), status
+    code, output = finish(step)
+    assert code == 0, output
+    assert "2 workers train together (mirrored), 60 steps" in output
+    assert re.search(r"slurm \d+ kills 10 s after its notice: workers get 5 s to commit a checkpoint", output)
+    assert steps_of(tmp_path / "r") == list(range(1, 61))
+    assert not list(ticket.parent.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
+def shown(pid: int, file: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return b""
+
+
+def test_two_tasks_on_a_node_are_refused(slurm: SlurmCluster, tmp_path: Path) -> None:
+    code, output = slurm.run("srun", "-N2", "--ntasks-per-node=2", *mh_run("r"), cwd=tmp_path)
+    assert code == 2, output
+    assert re.search(r"2 tasks of this srun are on n[12]", output)
+    assert "srun -N2 --ntasks-per-node=1 --exclusive mh run -n 2 ..." in output
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_notice_to_every_process_of_the_step_ends_it_with_75_and_a_checkpoint_of_that_step(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    notice(slurm, tmp_path)
+
+
+def notice(slurm: SlurmCluster, folder: Path, name: str = "TERM") -> None:
+    """A run of two nodes gets a notice; it ends in time, and all that it has done is in its checkpoint."""
+    script = folder / "job.sh"
+    command = shlex.join([*ONE_EACH, *mh_run("r", steps=5000, pause=0.02)])
+    script.write_text(f"#!/bin/sh\n{command}\necho code $?\n")
+    slurm.run("sbatch", "-N2", "--exclusive", "-o", "out", str(script), cwd=folder)
+    out = folder / "out"
+    until(lambda: len(steps_of(folder / "r")) > 5, lambda: f"no steps: {out.exists() and out.read_text()}")
+    sent = time.monotonic()
+    slurm.says("scancel", "-s", name, "--name=job.sh")
+    output = until(lambda: (text := out.read_text()) and "code " in text and text, "the end of the step")
+    assert time.monotonic() - sent < 10 + 5  # KillWait
+    assert "code 75" in output
+    saved = re.findall(r"saved checkpoint of step (\d+)", output)
+    assert int(saved[-1]) == steps_of(folder / "r")[-1] > 0
+
+
+def test_srun_says_what_is_wrong_with_a_place(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """One after the other on one node, as each takes only the start of a command."""
+    one_core = slurm.run("srun", "-N2", *mh_run("a", "--dry-run", "--json"), cwd=tmp_path)[1]
+    assert (f"1 of the {CORES} cores" in one_core) == (len(os.sched_getaffinity(0)) == 1)
+    nowhere = slurm.folder / "closed"
+    nowhere.mkdir(mode=0o755, exist_ok=True)
+    code, output = slurm.run(*ONE_EACH, *mh_run("b"), cwd=tmp_path, MANYHANDS_STATE_DIR=str(nowhere))
+    assert code == 3, output
+    assert f"chmod 700 {nowhere}" in output
+
+
+def test_node_lists_are_those_of_scontrol(slurm: SlurmCluster) -> None:
+    for expression in ("n[1-3]", "a[01-11],b", "r[1-2]n[08-10]", "x[1,3-4],z-[7]"):
+        assert expand_names(expression) == slurm.says("scontrol", "show", "hostnames", expression).split()
+
+
+ASKS = """
+import sys, time
+from manyhands.launcher.placers.slurm_times import SlurmTimes
+times, started = SlurmTimes(sys.argv[1]), time.monotonic()
+print([times.poll(now) for now in (0.0, 9.0, 11.0, 12.0)], times.deadline, time.monotonic() - started < 5)
+"""
+
+
+def test_a_controller_that_does_not_answer_is_given_up_and_never_waited_for(slurm: SlurmCluster) -> None:
+    (controller,) = [pid for pid in slurm.hosts.processes("login") if b"slurmctld" in shown(pid, "cmdline")]
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        assert slurm.says(sys.executable, "-c", ASKS, "1") == "[False, False, True, False] None True"
+    finally:
+        os.kill(controller, signal.SIGCONT)
