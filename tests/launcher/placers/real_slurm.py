@@ -15,6 +15,8 @@ from tests.launcher.placers.hosts import Hosts, finish, some_hosts, start
 from tests.launcher.placers.hosts import why_not as why_no_hosts
 
 UP_WITHIN_S = 60.0
+CGROUPS = Path("/sys/fs/cgroup/freezer")
+CGROUP_CONFIG = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\n"
 CORES = 2
 
 CONFIG = """
@@ -132,6 +134,8 @@ def slurm_cluster(proctrack: str = "linuxproc") -> Iterator[SlurmCluster]:
         (folder / "munge.key").chmod(0o400)
         text = CONFIG.format(folder=folder, proctrack=proctrack, cores=CORES)
         (folder / "slurm.conf").write_text(text)
+        if proctrack == "cgroup":
+            (folder / "cgroup.conf").write_text(CGROUP_CONFIG)
         with some_hosts(folder, 3) as hosts:
             cluster = SlurmCluster(folder, hosts)
             try:
@@ -141,7 +145,19 @@ def slurm_cluster(proctrack: str = "linuxproc") -> Iterator[SlurmCluster]:
             finally:
                 _end(started)
     finally:
+        if proctrack == "cgroup":
+            _remove_cgroups()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_cgroups() -> None:
+    """Of our nodes; a directory that still has processes stays, as then another cluster uses it."""
+    for top in CGROUPS.parent.glob("*/slurm_n[1-3]"):
+        for folder in sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        with contextlib.suppress(OSError):
+            top.rmdir()
 
 
 def _end(daemons: list[subprocess.Popen[bytes]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import os
 import re
@@ -21,7 +22,7 @@ from manyhands.events import StepDone
 from manyhands.launcher.placers.node_list import expand_names
 from manyhands.observe.recorder import read_events
 from tests.launcher.placers.hosts import finish
-from tests.launcher.placers.real_slurm import CORES, SlurmCluster, slurm_cluster, why_not
+from tests.launcher.placers.real_slurm import CGROUPS, CORES, SlurmCluster, slurm_cluster, why_not
 
 REASON = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -57,9 +58,13 @@ def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s
     return found
 
 
-def steps_of(run_dir: Path) -> list[int]:
+def all_steps(run_dir: Path) -> list[StepDone]:
     files = (run_dir / "events").glob("*.jsonl")
-    return [event.step for file in files for event in read_events(file) if isinstance(event, StepDone)]
+    return [event for file in files for event in read_events(file) if isinstance(event, StepDone)]
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [event.step for event in all_steps(run_dir)]
 
 
 def digest(output: str) -> str:
@@ -89,6 +94,66 @@ def test_srun_on_two_nodes_is_one_training_and_its_key_is_in_no_argument_and_no_
     assert steps_of(tmp_path / "r") == list(range(1, 61))
     assert not list(ticket.parent.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("proctrack", ["pgid", "cgroup"])
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_notice_to_the_launcher_alone_does_the_same(tmp_path: Path, proctrack: str, name: str) -> None:
+    if proctrack == "cgroup" and not CGROUPS.is_dir():
+        pytest.skip("NOT SHOWN HERE: Slurm 22.05 tracks processes by cgroups of version 1, which this machine lacks")
+    with slurm_cluster(proctrack) as cluster:
+        notice(cluster, tmp_path, name)
+
+
+REQUEUE = """#!/bin/sh
+{step}
+code=$?
+echo "ended with $code after start ${{SLURM_RESTART_COUNT:-0}}"
+[ $code = 75 ] && scontrol requeue $SLURM_JOB_ID && sleep 60
+exit $code
+"""
+
+
+@pytest.mark.long
+def test_a_run_through_four_time_limits_ends_with_the_bits_of_an_undisturbed_one(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Slurm's limit is a minute, its notice 40 s before; 1300 steps of 0.05 s need four such starts or more."""
+    undisturbed = [*mh_run("alone", steps=1300), "--every-steps", "500"]
+    alone = subprocess.run(undisturbed, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=300)
+    script = tmp_path / "job.sh"
+    script.write_text(REQUEUE.format(step=shlex.join([*ONE_EACH, *mh_run("r", steps=1300, pause=0.05)])))
+    limits = ("--time=1", "--signal=TERM@40", "--requeue", "--open-mode=append")
+    slurm.run("sbatch", "-N2", "--exclusive", *limits, "-o", "out", str(script), cwd=tmp_path)
+    out = tmp_path / "out"
+    until(lambda: out.exists() and "ended with 0" in out.read_text(), lambda: out.read_text()[-3000:], 800)
+    output = out.read_text()
+    ends = re.findall(r"ended with (\d+) after start (\d+)", output)
+    assert [int(start) for _, start in ends] == list(range(len(ends)))
+    assert [code for code, _ in ends] == ["75"] * (len(ends) - 1) + ["0"]
+    assert len(ends) > 4
+    assert sorted(steps_of(tmp_path / "r")) == list(range(1, 1301)), "each step once: every resume is where it stopped"
+    assert digest(output) == digest(alone.stdout)
+
+
+@pytest.mark.long
+def test_an_elastic_run_goes_on_without_a_host_that_is_killed(tmp_path: Path) -> None:
+    with slurm_cluster() as cluster:
+        step = ("srun", "--no-kill", "--kill-on-bad-exit=0", *ONE_EACH[1:])
+        words = shlex.join([*step, *mh_run("r", "--elastic", "1:2", steps=100000, pause=0.02)])
+        (tmp_path / "job.sh").write_text(f"#!/bin/sh\n{words}\necho code $?\n")
+        cluster.run("sbatch", "-N2", "--exclusive", "--no-kill", "-o", "out", str(tmp_path / "job.sh"), cwd=tmp_path)
+        until(lambda: len(steps_of(tmp_path / "r")) > 20, "steps", 100)
+        cluster.hosts.kill("n2")
+        killed, before = time.time(), max(steps_of(tmp_path / "r"))
+        until(lambda: max(steps_of(tmp_path / "r")) > before + 200, lambda: (tmp_path / "out").read_text(), 100)
+        after = [event.time_s for event in all_steps(tmp_path / "r") if event.time_s > killed and event.step > before]
+        pauses = [later - earlier for earlier, later in itertools.pairwise([killed, *sorted(after)])]
+        print(f"host killed: {max(pauses):.1f} s without a step")
+        assert max(pauses) < 10
+        cluster.says("scancel", "-s", "TERM", "--name=job.sh")
+        until(lambda: "code 75" in (tmp_path / "out").read_text(), lambda: (tmp_path / "out").read_text())
 
 
 def shown(pid: int, file: str) -> bytes:
