@@ -377,6 +377,7 @@ class Agent:
         resources = self._resources
         self._workers_started, self._changed = time.monotonic(), True
         resources.run_record.host = plan.host
+        resources.all_have_joined()
         self._begin_generation(plan)
         self._events.begin_attempt()
         self._admission.new_generation()

@@ -59,6 +59,7 @@ class AgentResources:
         self.torch_store: TorchStoreProcess | None = None
         self.keeps_logs = False
         self.backup: BackupProcess | None = None
+        self._join_file: Path | None = None
         self.template: Template | None = None
         with ExitStack() as opened:
             self._open(request, job, say, opened)
@@ -145,9 +146,17 @@ class AgentResources:
         path = (Path(request.join_file) if request.join_file else self.directory / "join.json").absolute()
         write_join_file(path, JoinTicket(address=address, run=self.run_record.run, key=key.hex()))
         if request.removes_join_file:
-            opened.callback(path.unlink, missing_ok=True)
+            self._join_file = path
+            opened.callback(self.all_have_joined)
             return
         say(f"{more}: mh agent --join {path}")
+
+    def all_have_joined(self) -> None:
+        """Remove a join file that is only for the hosts of this start of a job: the next run of the same step, or of
+        the same process, has one of the same name."""
+        if self._join_file is not None:
+            self._join_file.unlink(missing_ok=True)
+            self._join_file = None
 
     @property
     def worker_endpoint(self) -> str:

@@ -113,7 +113,7 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     join_file: str | None = None
     """Path of the join file to write. None: in the run's private directory; the display shows the path."""
     removes_join_file: bool = False
-    """The join file is removed when the run ends: its name belongs to this start of a job."""
+    """The join file is removed once all wanted hosts have joined: its name belongs to this start of a job."""
     join_hint: str = ""
     """Said with what the first host waits for, when hosts have not joined for a while."""
     own_command: WorkerCommand | None = None

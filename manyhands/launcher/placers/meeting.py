@@ -1,8 +1,8 @@
 """How the tasks of one job find each other: the first one's join file, in a private directory that all of them see.
 
-The first host writes the file once its coordinator listens, and removes it when the run ends. The others take it when
-a run with its key answers at its address; a file that an earlier start of the job has left behind has another name, and
-no run behind its address. Start reading at `await_ticket`.
+The first host writes the file once its coordinator listens, and removes it when all hosts have joined. The others take
+it when a run with its key answers at its address; a file that an earlier start of the job has left behind has another
+name, and no run behind its address. Start reading at `await_ticket`.
 """
 
 from __future__ import annotations

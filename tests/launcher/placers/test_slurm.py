@@ -74,12 +74,16 @@ def digest(output: str) -> str:
 def test_srun_on_two_nodes_is_one_training_and_its_key_is_in_no_argument_and_no_environment(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    step = slurm.start(*ONE_EACH, "--time=30", *mh_run("r", steps=60, pause=0.05), cwd=tmp_path)
+    late = 'test $SLURM_NODEID = 0 || while ! test -e go; do sleep 0.05; done; exec "$@"'
+    words = ("sh", "-c", late, "sh", *mh_run("r", steps=60, pause=0.05))
+    step = slurm.start(*ONE_EACH, "--time=30", *words, cwd=tmp_path)
     (ticket,) = until(lambda: list((slurm.home / ".manyhands/jobs").glob("*.join")), "a join file")
     assert (oct(ticket.stat().st_mode)[-3:], oct(ticket.parent.stat().st_mode)[-3:]) == ("600", "700")
     key = re.search(rb'"key":"([0-9a-f]{64})"', ticket.read_bytes())
     assert key is not None
+    (tmp_path / "go").touch()
     until(lambda: steps_of(tmp_path / "r"), "a step")
+    assert not list(ticket.parent.iterdir())
     pids = {name: slurm.hosts.processes(name) for name in ("login", "n1", "n2")}
     for pid in functools.reduce(operator.iadd, pids.values(), []):
         for file in ("cmdline", "environ"):
@@ -92,8 +96,7 @@ def test_srun_on_two_nodes_is_one_training_and_its_key_is_in_no_argument_and_no_
     assert "2 workers train together (mirrored), 60 steps" in output
     assert re.search(r"slurm \d+ kills 10 s after its notice: workers get 5 s to commit a checkpoint", output)
     assert steps_of(tmp_path / "r") == list(range(1, 61))
-    assert not list(ticket.parent.iterdir())
-    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+    assert {path.name for path in tmp_path.iterdir()} == {"go", "r"}
 
 
 @pytest.mark.long
