@@ -7,6 +7,7 @@ namespaces is the end of it all: processes, addresses, the bridge. Needs root an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 NETWORK = "10.231.8"
 LOGIN = f"{NETWORK}.1"
+_NUMBERS = itertools.count()
 
 
 def why_not(*programs: str, packages: str) -> str | None:
@@ -33,6 +35,7 @@ class Hosts:
     """`login`, `n1`, `n2`, ...: each a network namespace, entered with its own host name and /etc/hosts."""
 
     def __init__(self, folder: Path, number: int) -> None:
+        self._number = next(_NUMBERS)
         self.folder, self.names = folder, [f"n{one}" for one in range(1, number + 1)]
         self.addresses = {"login": LOGIN} | {
             name: f"{NETWORK}.{10 + place + 1}" for place, name in enumerate(self.names)
@@ -41,7 +44,7 @@ class Hosts:
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def space(self, name: str) -> str:
-        return f"mhp{os.getpid()}{name}"
+        return f"mhp{os.getpid()}-{self._number}{name}"
 
     def inside(self, name: str, *, etc_hosts: Path | None = None) -> list[str]:
         """An argument prefix: what follows runs on that host. Not `ip netns exec`, which hides /sys/fs/cgroup."""

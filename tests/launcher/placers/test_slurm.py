@@ -122,12 +122,12 @@ exit $code
 def test_a_run_through_four_time_limits_ends_with_the_bits_of_an_undisturbed_one(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    """Slurm's limit is a minute, its notice 40 s before; 1300 steps of 0.05 s need four such starts or more."""
+    """Slurm's limit is a minute, its notice 25 s before: 1300 steps of 0.1 s need five starts or more."""
     undisturbed = [*mh_run("alone", steps=1300), "--every-steps", "500"]
     alone = subprocess.run(undisturbed, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=300)
     script = tmp_path / "job.sh"
-    script.write_text(REQUEUE.format(step=shlex.join([*ONE_EACH, *mh_run("r", steps=1300, pause=0.05)])))
-    limits = ("--time=1", "--signal=TERM@40", "--requeue", "--open-mode=append")
+    script.write_text(REQUEUE.format(step=shlex.join([*ONE_EACH, *mh_run("r", steps=1300, pause=0.1)])))
+    limits = ("--time=1", "--signal=TERM@25", "--requeue", "--open-mode=append")
     slurm.run("sbatch", "-N2", "--exclusive", *limits, "-o", "out", str(script), cwd=tmp_path)
     out = tmp_path / "out"
     until(lambda: out.exists() and "ended with 0" in out.read_text(), lambda: out.read_text()[-3000:], 800)
@@ -157,6 +157,23 @@ def test_an_elastic_run_goes_on_without_a_host_that_is_killed(tmp_path: Path) ->
         assert max(pauses) < 10
         cluster.says("scancel", "-s", "TERM", "--name=job.sh")
         until(lambda: "code 75" in (tmp_path / "out").read_text(), lambda: (tmp_path / "out").read_text())
+
+
+@pytest.mark.long
+def test_a_directory_that_the_other_host_does_not_see_is_said_by_both(slurm: SlurmCluster, tmp_path: Path) -> None:
+    hidden = slurm.home / "state"
+    hidden.mkdir(mode=0o700)
+    hides = f'test $SLURM_NODEID = 0 || mount -t tmpfs -o mode=700 none {hidden}; exec "$@"'
+    words = ("unshare", "-m", "sh", "-c", hides, "sh", *mh_run("r"))
+    step = slurm.start(*ONE_EACH, *words, cwd=tmp_path, MANYHANDS_STATE_DIR=str(hidden))
+    assert step.stdout is not None
+    wanted = [f"waiting: n2 does not see {hidden}/slurm-scratch-", f"waiting: n2 should find {hidden}/slurm-scratch-"]
+    begun = time.monotonic()
+    while wanted and (line := step.stdout.readline()):
+        wanted = [text for text in wanted if text not in line]
+    assert not wanted and 20 < time.monotonic() - begun < 60
+    step.send_signal(signal.SIGTERM)
+    finish(step)
 
 
 def shown(pid: int, file: str) -> bytes:
@@ -190,6 +207,9 @@ def notice(slurm: SlurmCluster, folder: Path, name: str = "TERM") -> None:
     until(lambda: len(steps_of(folder / "r")) > 5, lambda: f"no steps: {out.exists() and out.read_text()}")
     sent = time.monotonic()
     slurm.says("scancel", "-s", name, "--name=job.sh")
+    if name != "TERM":  # a user's signal, and then Slurm's own: one notice
+        time.sleep(1)
+        slurm.says("scancel", "-s", "TERM", "--name=job.sh")
     output = until(lambda: (text := out.read_text()) and "code " in text and text, "the end of the step")
     assert time.monotonic() - sent < 10 + 5  # KillWait
     assert "code 75" in output
