@@ -229,6 +229,7 @@ def make_request(
         master=placement.master if placement.num_hosts > 1 else None,
         join_file=join_file,
         lifeline=lifeline,
+        same_program=torchrun and placement.num_hosts > 1,
         seat=host_seat(environ),
         times=placer_times(environ),
         environment=worker_environment(resolved, environ),

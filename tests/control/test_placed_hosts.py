@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_workers_of_a_joined_host_get_the_first_hosts_environment(launcher, monk
     assert any("EPOCHS is 2 on" in line and "and 600 on" in line for line in second.said())
 
 
-@pytest.mark.parametrize("what", ["script", "arguments"])
+@pytest.mark.parametrize("what", ["script", pytest.param("arguments", marks=pytest.mark.long)])
 def test_a_host_that_would_run_something_else_is_refused_and_the_run_waits_for_another(launcher, what):
     first = first_host(launcher)
     ticket, script = json.loads((first.folder / "join.json").read_text()), first.folder / "train.py"
@@ -207,3 +208,18 @@ def test_what_belongs_to_a_host_and_what_looks_like_a_secret_stays_where_it_is()
     assert merged(local | environ, environ, here="n2", there="n1")[1] == ""
     with pytest.raises(UsageError, match="513 KiB"):
         shipped({"BIG": "x" * (513 * 1024)})
+
+
+@pytest.mark.long
+def test_with_torchruns_flags_a_host_with_another_script_is_refused(launcher):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = ["127.0.0.1", probe.getsockname()[1]]
+    both = {"workers": 1, "hosts_wanted": 2, "master": address, "same_program": True}
+    first = launcher("wait_for('go')", host_rank=0, **both)
+    other = launcher("wait_for('gone')", name="other.py", host_rank=1, **both)
+    assert other.wait() == 3
+    assert "runs another train.py (sha " in other.err
+    second = launcher("wait_for('go')", name="copy.py", host_rank=1, **both)
+    (first.folder / "go").touch()
+    assert (first.wait(), second.wait()) == (0, 0)

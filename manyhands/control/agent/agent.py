@@ -115,6 +115,8 @@ class Agent:
             key=resources.addresses.key,
         )
         self._status_report = StatusReport(self._host, request, resources, self._user_requests, self._channel)
+        if request.times is not None and request.times.deadline is not None:  # after a restart with servers
+            self._status_report.deadline = request.times.deadline
 
     # ---- the loop ----
 

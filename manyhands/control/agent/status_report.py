@@ -7,6 +7,7 @@ import time
 from msgspec.structs import replace
 
 from manyhands.control.agent.host_workers import HostWorkers
+from manyhands.control.agent.preflight import program_digest
 from manyhands.control.agent.resources import AgentResources
 from manyhands.control.agent.user_requests import UserRequests
 from manyhands.control.agent.worker_channel import WorkerChannel
@@ -31,6 +32,7 @@ class StatusReport:
         seconds_left = request.seat.seconds_left if request.seat else None
         self.deadline = None if seconds_left is None else time.monotonic() + seconds_left
         """When this host's placer ends its agent; None: unknown, or never."""
+        self._program = program_digest(request.command) if request.same_program and request.command else ""
         self.refusal = ""
         """Why this host leaves a run that it has joined."""
         self.hosts: list[LentHost] = []
@@ -66,6 +68,7 @@ class StatusReport:
             committed=self._channel.committed,
             has_job=has_job,
             undecided=not has_job and resources.coordinator is None,
+            program=self._program,
             refusal=self.refusal,
             leaving=leaving,
             failed_server=host_workers.servers.failure(host_workers.plan.attempt, now) if host_workers else None,

@@ -44,6 +44,7 @@ __all__ = ["Coordinator", "CoordinatorConfig", "main", "read_exactly"]
 
 TICK_S = 0.25
 MAX_NOTES = 20
+MAX_REFUSAL = 500
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +125,7 @@ class Coordinator:
         if isinstance(message, HostReport) and not (message.local and client[0] != "ipc"):
             self._where[message.agent] = client
             if message.refusal:
-                self._notes.append(f"a host has left: {message.refusal}")
+                self._notes.append(f"a host has left: {message.refusal[:MAX_REFUSAL]}")
             (self._lacks_job.discard if message.has_job else self._lacks_job.add)(message.agent)
             self._apply(*react(self._state, ReportReceived(report=message), time.monotonic()))
         elif isinstance(message, Relay) and self._where.get(message.agent) == client:

@@ -106,6 +106,10 @@ def _objection(state: Membership, report: HostReport) -> Refuse | None:
         if theirs != ours:
             what = f"{report.host} has {name} {theirs}, the run has {name} {ours}; all hosts need the same."
             return Refuse(agent=report.agent, what=what, fix=[f"install {name} {ours} on {report.host}"])
+    if report.program and settings.job.program not in ("", report.program):
+        shas = f"sha {report.program[:12]} against {settings.job.program[:12]} on {settings.job.host}"
+        what = f"{report.host} runs another {settings.job.command.target.rpartition('/')[2]} ({shas})."
+        return Refuse(agent=report.agent, what=what, fix=["the same files on every host"])
     most_hosts = max(settings.hosts_wanted, settings.elastic[1] if settings.elastic else 0)
     # In an elastic run, another host may join in place of a silent one; if that one returns, both may stay.
     present = [host for host in state.hosts.values() if not (settings.elastic and host.silent)]

@@ -103,6 +103,8 @@ class HostReport(Message, frozen=True, kw_only=True):
     has_job: bool = False
     undecided: bool = False
     """It has joined, and not yet compared its copy of the program with the run's: until then it gets no worker."""
+    program: str = ""
+    """SHA-256 of the script that was named on this host, if it has to be the run's; see `JobDescription.program`."""
     refusal: str = ""
     """With `leaving`: why this host cannot run what the run's first host runs."""
     leaving: bool = False

@@ -118,6 +118,8 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     """Said with what the first host waits for, when hosts have not joined for a while."""
     own_command: WorkerCommand | None = None
     """With `join`: what was typed on this host, which has to be what the run's first host runs."""
+    same_program: bool = False
+    """Hosts whose user starts each of them (torchrun's --node-rank): their scripts have to be equal."""
     join_timeout_s: float = 300.0
     """How long a joining host waits for the run to answer, and the first host for the other hosts."""
     lost_after_s: float = 15.0

@@ -34,7 +34,7 @@ __all__ = ["GIVE_UP_AFTER_S", "await_ticket", "first_address", "hint_for_first",
 SAY_AFTER_S = 20.0
 GIVE_UP_AFTER_S = 120.0
 LOOK_EVERY_S = 0.1
-ANSWER_WITHIN_S = 2
+ANSWER_WITHIN_S = 2.0
 
 
 def meeting_file(seat: Seat, environ: Mapping[str, str]) -> Path:
@@ -108,7 +108,7 @@ def _answers(ticket: JoinTicket) -> bool:
     )
     monitor = port.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     try:
-        return bool(monitor.poll(ANSWER_WITHIN_S * 1000))
+        return bool(monitor.poll(round(ANSWER_WITHIN_S * 1000)))
     finally:
         port.socket.disable_monitor()
         monitor.close(0)

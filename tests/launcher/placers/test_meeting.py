@@ -16,6 +16,7 @@ from manyhands.control.messages.launch_request import JoinTicket
 from manyhands.control.security.keys import client_curve, new_key, server_curve, write_join_file
 from manyhands.control.security.rejected_peers import PeerGate
 from manyhands.errors import EnvironmentProblem
+from manyhands.launcher.placers import meeting
 from manyhands.launcher.placers.meeting import await_ticket, first_address, hint_for_first, meeting_file
 from manyhands.spec.seat import Seat
 
@@ -64,7 +65,8 @@ def run():
         one.close()
 
 
-def test_a_ticket_is_taken_once_its_run_answers_and_none_of_an_earlier_start_is(run, tmp_path):
+def test_a_ticket_is_taken_once_its_run_answers_and_none_of_an_earlier_start_is(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "ANSWER_WITHIN_S", 0.5)
     key, path = new_key(), tmp_path / "slurm-7.0.join"
     live = run(key)
     other = run(new_key())  # a run of somebody else, at the port of one that is over

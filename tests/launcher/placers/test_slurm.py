@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 import os
 import re
 import shlex
@@ -71,32 +69,47 @@ def digest(output: str) -> str:
     return re.findall(r"weights ([0-9a-f]{64})", output)[-1]
 
 
-def test_srun_on_two_nodes_is_one_training_and_its_key_is_in_no_argument_and_no_environment(
+def test_srun_on_two_nodes_is_one_training_that_a_notice_to_every_process_ends_with_75(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
+    """Under proctrack/linuxproc Slurm signals workers, too. The run's key is in no argument and no environment."""
     late = 'test $SLURM_NODEID = 0 || while ! test -e go; do sleep 0.05; done; exec "$@"'
-    words = ("sh", "-c", late, "sh", *mh_run("r", steps=60, pause=0.05))
+    words = ("sh", "-c", late, "sh", *mh_run("r", steps=5000, pause=0.02))
     step = slurm.start(*ONE_EACH, "--time=30", *words, cwd=tmp_path)
     (ticket,) = until(lambda: list((slurm.home / ".manyhands/jobs").glob("*.join")), "a join file")
     assert (oct(ticket.stat().st_mode)[-3:], oct(ticket.parent.stat().st_mode)[-3:]) == ("600", "700")
     key = re.search(rb'"key":"([0-9a-f]{64})"', ticket.read_bytes())
     assert key is not None
     (tmp_path / "go").touch()
-    until(lambda: steps_of(tmp_path / "r"), "a step")
+    until(lambda: len(steps_of(tmp_path / "r")) > 5, "steps")
     assert not list(ticket.parent.iterdir())
     pids = {name: slurm.hosts.processes(name) for name in ("login", "n1", "n2")}
-    for pid in functools.reduce(operator.iadd, pids.values(), []):
+    for pid in itertools.chain(*pids.values()):
         for file in ("cmdline", "environ"):
             assert key[1] not in shown(pid, file)
     status = subprocess.run([MH, "status", str(tmp_path / "r")], capture_output=True, text=True, check=True).stdout
     left = r"\(slurm \d+, (29m|30m) left\), 1 worker\n"
     assert re.search(rf"host +n1 {left}.*host +n2 {left}", status), status
+    slurm.says("scancel", "-s", "TERM", "--user=root")
     code, output = finish(step)
-    assert code == 0, output
-    assert "2 workers train together (mirrored), 60 steps" in output
+    assert code == 75, output
+    assert "2 workers train together (mirrored), 5000 steps" in output
     assert re.search(r"slurm \d+ kills 10 s after its notice: workers get 5 s to commit a checkpoint", output)
-    assert steps_of(tmp_path / "r") == list(range(1, 61))
+    assert_all_saved(tmp_path / "r", output)
     assert {path.name for path in tmp_path.iterdir()} == {"go", "r"}
+
+
+def test_two_tasks_on_a_node_are_refused(slurm: SlurmCluster, tmp_path: Path) -> None:
+    code, output = slurm.run("srun", "-N2", "--ntasks-per-node=2", *mh_run("r"), cwd=tmp_path)
+    assert code == 2, output
+    assert re.search(r"2 tasks of this srun are on n[12]", output)
+    assert "srun -N2 --ntasks-per-node=1 --exclusive mh run -n 2 ..." in output
+    assert not (tmp_path / "r").exists()
+
+
+def assert_all_saved(run: Path, output: str) -> None:
+    saved = re.findall(r"saved checkpoint of step (\d+)", output)
+    assert int(saved[-1]) == steps_of(run)[-1] > 0
 
 
 @pytest.mark.long
@@ -183,27 +196,12 @@ def shown(pid: int, file: str) -> bytes:
         return b""
 
 
-def test_two_tasks_on_a_node_are_refused(slurm: SlurmCluster, tmp_path: Path) -> None:
-    code, output = slurm.run("srun", "-N2", "--ntasks-per-node=2", *mh_run("r"), cwd=tmp_path)
-    assert code == 2, output
-    assert re.search(r"2 tasks of this srun are on n[12]", output)
-    assert "srun -N2 --ntasks-per-node=1 --exclusive mh run -n 2 ..." in output
-    assert not (tmp_path / "r").exists()
-
-
-def test_a_notice_to_every_process_of_the_step_ends_it_with_75_and_a_checkpoint_of_that_step(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    notice(slurm, tmp_path)
-
-
-def notice(slurm: SlurmCluster, folder: Path, name: str = "TERM") -> None:
-    """A run of two nodes gets a notice; it ends in time, and all that it has done is in its checkpoint."""
-    script = folder / "job.sh"
+def notice(slurm: SlurmCluster, folder: Path, name: str) -> None:
+    """A batch job of two nodes gets a notice; it ends in time, and all that it has done is in its checkpoint."""
+    script, out = folder / "job.sh", folder / "out"
     command = shlex.join([*ONE_EACH, *mh_run("r", steps=5000, pause=0.02)])
     script.write_text(f"#!/bin/sh\n{command}\necho code $?\n")
     slurm.run("sbatch", "-N2", "--exclusive", "-o", "out", str(script), cwd=folder)
-    out = folder / "out"
     until(lambda: len(steps_of(folder / "r")) > 5, lambda: f"no steps: {out.exists() and out.read_text()}")
     sent = time.monotonic()
     slurm.says("scancel", "-s", name, "--name=job.sh")
@@ -213,8 +211,7 @@ def notice(slurm: SlurmCluster, folder: Path, name: str = "TERM") -> None:
     output = until(lambda: (text := out.read_text()) and "code " in text and text, "the end of the step")
     assert time.monotonic() - sent < 10 + 5  # KillWait
     assert "code 75" in output
-    saved = re.findall(r"saved checkpoint of step (\d+)", output)
-    assert int(saved[-1]) == steps_of(folder / "r")[-1] > 0
+    assert_all_saved(folder / "r", output)
 
 
 def test_srun_says_what_is_wrong_with_a_place(slurm: SlurmCluster, tmp_path: Path) -> None:
