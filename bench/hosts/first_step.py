@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.launcher.placers.real_slurm import SlurmCluster, slurm_cluster, why_not
 
 BIN = Path(sys.executable).parent
-ONE_EACH = ("srun", "-N2", "--ntasks-per-node=1", "--exclusive")
+ONE_EACH = ("srun", "-N2", "--nodelist=n1,n2", "--ntasks-per-node=1", "--exclusive")
 TORCHRUN = (
     f"exec {BIN}/torchrun --nnodes=2 --nproc-per-node=1 --node-rank=$SLURM_NODEID --master-addr=n1 "
     '--master-port=29511 "$@"'
@@ -86,6 +86,7 @@ def main() -> int:
         for _ in range(rounds):
             for name, words in ways.items():
                 took[name].append(seconds(slurm, words, folder))
+                print(f"  {name:24} {took[name][-1]:5.2f} s", flush=True)
         for name, values in took.items():
             print(f"{name:24} median {statistics.median(values):5.2f} s  ({min(values):.2f} to {max(values):.2f})")
     return 0

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +31,24 @@ def why_not(*programs: str, packages: str) -> str | None:
     if missing := [program for program in ("ip", "nsenter", "unshare", *programs) if shutil.which(program) is None]:
         return f"NOT SHOWN HERE: {', '.join(missing)} missing; Debian packages iproute2 {packages}"
     return None
+
+
+def sweep() -> None:
+    """Remove what a test process that was killed has left: its namespaces, all that runs in them, its folders."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for space in re.findall(r"^(mhp([0-9]+)-\w+)", listed, re.MULTILINE):
+        if not Path(f"/proc/{space[1]}").exists():
+            _remove(space[0])
+    for folder in Path("/tmp").glob("mh-hosts-*"):
+        if not Path(f"/proc/{folder.name.split('-')[2]}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder for sockets, whose names must not be long; removed also if this process is killed, by the next one."""
+    with tempfile.TemporaryDirectory(prefix=f"mh-hosts-{os.getpid()}-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 class Hosts:
@@ -52,14 +72,11 @@ class Hosts:
         return ["nsenter", f"--net=/run/netns/{self.space(name)}", "unshare", "-u", "-m", "sh", "-c", script, "host"]
 
     def processes(self, name: str) -> list[int]:
-        listed = subprocess.run(["ip", "netns", "pids", self.space(name)], capture_output=True, text=True)
-        return [int(pid) for pid in listed.stdout.split()]
+        return _processes(self.space(name))
 
     def kill(self, name: str) -> None:
         """The host loses power: nothing on it runs any more."""
-        for pid in self.processes(name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(self.space(name))
 
     def up(self) -> None:
         login = self.space("login")
@@ -78,21 +95,37 @@ class Hosts:
 
     def down(self) -> None:
         for name in self.addresses:
-            deadline = time.monotonic() + 10
-            while self.processes(name) and time.monotonic() < deadline:
-                self.kill(name)
-                time.sleep(0.02)
-            subprocess.run(["ip", "netns", "delete", self.space(name)], capture_output=True)
+            _remove(self.space(name))
 
 
 @contextlib.contextmanager
 def some_hosts(folder: Path, number: int) -> Iterator[Hosts]:
+    sweep()
     hosts = Hosts(folder, number)
     try:
         hosts.up()
         yield hosts
     finally:
         hosts.down()
+
+
+def _processes(space: str) -> list[int]:
+    listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def _kill(space: str) -> None:
+    for pid in _processes(space):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _remove(space: str) -> None:
+    deadline = time.monotonic() + 10
+    while _processes(space) and time.monotonic() < deadline:
+        _kill(space)
+        time.sleep(0.02)
+    subprocess.run(["ip", "netns", "delete", space], capture_output=True)
 
 
 def _ip(*words: str) -> None:

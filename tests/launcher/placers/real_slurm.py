@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.launcher.placers.hosts import Hosts, finish, some_hosts, start
+from tests.launcher.placers.hosts import Hosts, finish, short_folder, some_hosts, start
 from tests.launcher.placers.hosts import why_not as why_no_hosts
 
 UP_WITHIN_S = 60.0
@@ -106,7 +104,14 @@ class SlurmCluster:
 
     def daemons(self) -> list[subprocess.Popen[bytes]]:
         run = self.folder / "run"
-        munge = ["munged", "-F", "--force", f"--key-file={self.folder}/munge.key", f"--socket={run}/munge.sock"]
+        munge = [
+            *self.hosts.inside("login"),
+            "munged",
+            "-F",
+            "--force",
+            f"--key-file={self.folder}/munge.key",
+            f"--socket={run}/munge.sock",
+        ]
         munge += [f"--pid-file={run}/munged.pid", f"--log-file={self.folder}/log/munged.log", f"--seed-file={run}/seed"]
         controller = [*self.hosts.inside("login"), "slurmctld", "-D", "-i", "-f", str(self.folder / "slurm.conf")]
         started = [self._daemon(munge)]
@@ -125,29 +130,33 @@ class SlurmCluster:
 
 @contextlib.contextmanager
 def slurm_cluster(proctrack: str = "linuxproc") -> Iterator[SlurmCluster]:
-    folder = Path(tempfile.mkdtemp(prefix="mh-slurm-", dir="/tmp"))  # short: it holds a socket
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for name in ("run", "state", "spool", "log", "home"):
-            (folder / name).mkdir()
-        (folder / "munge.key").write_bytes(os.urandom(1024))
-        (folder / "munge.key").chmod(0o400)
-        text = CONFIG.format(folder=folder, proctrack=proctrack, cores=CORES)
-        (folder / "slurm.conf").write_text(text)
-        if proctrack == "cgroup":
-            (folder / "cgroup.conf").write_text(CGROUP_CONFIG)
-        with some_hosts(folder, 3) as hosts:
-            cluster = SlurmCluster(folder, hosts)
-            try:
-                started += cluster.daemons()
-                cluster.make_idle()
+    with short_folder() as folder:
+        try:
+            with _daemons_in(folder, proctrack) as cluster:
                 yield cluster
-            finally:
-                _end(started)
-    finally:
-        if proctrack == "cgroup":
-            _remove_cgroups()
-        shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            if proctrack == "cgroup":
+                _remove_cgroups()
+
+
+@contextlib.contextmanager
+def _daemons_in(folder: Path, proctrack: str) -> Iterator[SlurmCluster]:
+    for name in ("run", "state", "spool", "log", "home"):
+        (folder / name).mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o400)
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, proctrack=proctrack, cores=CORES))
+    if proctrack == "cgroup":
+        (folder / "cgroup.conf").write_text(CGROUP_CONFIG)
+    started: list[subprocess.Popen[bytes]] = []
+    with some_hosts(folder, 3) as hosts:
+        cluster = SlurmCluster(folder, hosts)
+        try:
+            started += cluster.daemons()
+            cluster.make_idle()
+            yield cluster
+        finally:
+            _end(started)
 
 
 def _remove_cgroups() -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.placers.hosts import Hosts, finish, some_hosts, start, why_not
+from tests.launcher.placers.hosts import Hosts, finish, short_folder, some_hosts, start, why_not
 
 REASON = why_not("mpirun", "sshd", "ssh-keygen", packages="openmpi-bin openssh-server")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -39,7 +37,12 @@ AcceptEnv *
 @contextlib.contextmanager
 def hosts_with_sshd() -> Iterator[tuple[Hosts, list[str]]]:
     """Two hosts, and the arguments of an mpirun that reaches them."""
-    folder = Path(tempfile.mkdtemp(prefix="mh-mpi-", dir="/tmp"))
+    with short_folder() as folder, _sshd_in(folder) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _sshd_in(folder: Path) -> Iterator[tuple[Hosts, list[str]]]:
     daemons: list[subprocess.Popen[bytes]] = []
     Path("/run/sshd").mkdir(exist_ok=True)
     try:
@@ -67,7 +70,6 @@ def hosts_with_sshd() -> Iterator[tuple[Hosts, list[str]]]:
         for daemon in daemons:
             daemon.kill()
             daemon.wait()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def environ(home: Path) -> dict[str, str]:

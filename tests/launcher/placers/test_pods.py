@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.control.security.keys import new_key
-from tests.launcher.placers.hosts import Hosts, some_hosts, start, why_not
+from tests.launcher.placers.hosts import Hosts, short_folder, some_hosts, start, why_not
 
 REASON = why_not(packages="")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -31,7 +30,7 @@ AS_FIRST_PROCESS = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    with tempfile.TemporaryDirectory(prefix="mh-pod-", dir="/tmp") as folder, some_hosts(Path(folder), 2) as made:
+    with short_folder() as folder, some_hosts(folder, 2) as made:
         yield made
 
 
