@@ -36,7 +36,7 @@ from manyhands.launcher.placers.meeting import (
 )
 from manyhands.launcher.placers.seats import find_seat, only_task, placers_are_off
 from manyhands.launcher.placers.slurm_times import SlurmTimes
-from manyhands.launcher.placers.wrong_seats import check_seat, notes_on
+from manyhands.launcher.placers.wrong_seats import check_one_host, check_seat, notes_on
 from manyhands.observe.notebook import shows_in_cell
 from manyhands.spec.addresses import Address
 from manyhands.spec.cluster import ClusterTask
@@ -153,7 +153,13 @@ def _place(
         if asked is not None and launch.workers is not None and str(asked) != str(launch.workers):
             what = f"{launch.workers} workers, and --nproc-per-node {asked}."
             raise SpecError(what, where=resolved.origins["launch.workers"], fix=["one of the two"])
-        return from_torchrun(torchrun, launch, machine)
+        placement = from_torchrun(torchrun, launch, machine)
+        if seat is None or only_task(seat) or placement.num_hosts > 1:
+            return placement
+        check_seat(seat, environ)
+        check_one_host(seat, torchrun.get("nnodes"))
+        # --nproc-per-node alone says how many workers each host has, not how many hosts there are.
+        return replace(from_seat(seat, replace(launch, workers=placement.workers), machine), notes=placement.notes)
     task = task or cluster_task(environ)
     if task is None and seat is not None and not only_task(seat):
         check_seat(seat, environ)

@@ -8,7 +8,7 @@ from manyhands.errors import UsageError
 from manyhands.launcher.placers.seats import only_task
 from manyhands.spec.seat import Seat
 
-__all__ = ["check_seat", "notes_on"]
+__all__ = ["check_one_host", "check_seat", "notes_on"]
 
 
 def check_seat(seat: Seat | None, environ: Mapping[str, str]) -> None:
@@ -37,6 +37,17 @@ def check_seat(seat: Seat | None, environ: Mapping[str, str]) -> None:
             where=f"{seat.variable} in the environment",
             fix=[*_by_hand(seat), f"{_single(seat)} mh run -n {seat.num_tasks} ..., for workers of one host", alone],
         )
+
+
+def check_one_host(seat: Seat, nodes: str | None) -> None:
+    """Raise if torchrun's flags say that there is one host, and the placer has started tasks on several."""
+    if nodes is None:
+        return
+    raise UsageError(
+        f"--nnodes is {nodes}, but {seat.command} has started {seat.num_tasks} tasks; each would train the model.",
+        where=f"{seat.variable} in the environment",
+        fix=["no --nnodes", "mh run --standalone ..., if each task is to train a separate model"],
+    )
 
 
 def _crowded(seat: Seat) -> str:

@@ -140,6 +140,10 @@ def test_torchruns_flags_and_a_cluster_decide_before_the_seat_and_the_seat_befor
     cluster = '{"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 0}}'
     assert place(resolve(environ={}), STEP | {"TF_CONFIG": cluster}).num_hosts == 3
     assert place(resolve(environ={}), STEP).num_hosts == 2
+    with_workers = place(resolve(environ={}), STEP, torchrun={"nproc_per_node": "3", "tee": "3"})
+    assert (with_workers.num_hosts, with_workers.workers, with_workers.host_rank) == (2, 3, 1)
+    with pytest.raises(UsageError, match="--nnodes is 1, but srun has started 2 tasks"):
+        place(resolve(environ={}), STEP, torchrun={"nnodes": "1"})
     with pytest.raises(SpecError, match="3 hosts are requested, but srun has started this command on 2"):
         place(resolve(environ={}, flags={"hosts_wanted": 3}), STEP)
 
