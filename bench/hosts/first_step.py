@@ -52,6 +52,7 @@ trainer.fit(data, steps=2, batch_size=8)
 
 def seconds(slurm: SlurmCluster, words: tuple[str, ...], folder: Path) -> float:
     """From the start of srun to the first step on the first host; the step is then left to end."""
+    slurm.make_idle()  # else srun waits for the nodes that the step before has just left
     begun = time.monotonic()
     step = slurm.start(*ONE_EACH, *words, cwd=folder, GLOO_SOCKET_IFNAME="eth0")
     assert step.stdout is not None
