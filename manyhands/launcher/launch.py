@@ -35,6 +35,7 @@ from manyhands.launcher.placers.meeting import (
     meeting_file,
 )
 from manyhands.launcher.placers.seats import find_seat, only_task, placers_are_off
+from manyhands.launcher.placers.shell import PlacingOptions, is_elsewhere, start_elsewhere
 from manyhands.launcher.placers.slurm_times import SlurmTimes
 from manyhands.launcher.placers.wrong_seats import check_one_host, check_seat, notes_on
 from manyhands.observe.notebook import shows_in_cell
@@ -110,6 +111,8 @@ def needs_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> bo
     environ = environment()
     if own_identity(environ) is not None:
         return False
+    if placed_by_script(resolved):
+        return True
     launch = resolved.spec.launch
     if (launch.workers or 1) > 1 or resolved.spec.num_servers or launch.hosts_wanted > 1 or launch.elastic is not None:
         return True
@@ -118,6 +121,11 @@ def needs_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> bo
     under_torchrun = torchrun_task(environ)
     several_of_torchruns = under_torchrun is not None and under_torchrun.world_size > 1
     return several_of_torchruns or task is not None or cluster_task(environ) is not None
+
+
+def placed_by_script(resolved: Resolved) -> bool:
+    """Whether the script itself says who places its agents. A site's default is for `mh run`, not for each script."""
+    return resolved.origins["cluster.on"] == "constructor" and is_elsewhere(resolved, environment())
 
 
 def place(
@@ -439,6 +447,9 @@ def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> N
     asked = "Servers were asked for" if resolved.spec.num_servers else "More than one worker was asked for"
     command = own_command(environ, asked)
     try:
+        if placed_by_script(resolved):
+            code = start_elsewhere(resolved, command, environ, PlacingOptions(), _resume_command(command, resolved))
+            raise SystemExit(code)
         placement = place(resolved, environ, task=task)
         run_dir = resolved.spec.run.run_dir
         request = make_request(

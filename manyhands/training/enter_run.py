@@ -76,6 +76,8 @@ def enter(
         "elastic": getattr(chosen, "elastic", None),
         **arguments,
     }
+    if identity is None and getattr(chosen, "on", None) is not None:
+        given |= chosen.on.settings()  # type: ignore[union-attr]
     flags = identity.flags if identity is not None else _tuned_flags(chosen, given) if tune else {}
     resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one

@@ -379,7 +379,8 @@ class Agent:
         resources = self._resources
         self._workers_started, self._changed = time.monotonic(), True
         resources.run_record.host = plan.host
-        resources.all_have_joined()
+        if self._request.elastic is None:  # else more hosts may join by that file, such as Slurm's helper jobs
+            resources.all_have_joined()
         self._begin_generation(plan)
         self._events.begin_attempt()
         self._admission.new_generation()
