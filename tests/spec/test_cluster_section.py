@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import SpecError
+from manyhands.launcher.placers.spec import Slurm
 from manyhands.spec.cluster_section import ClusterSection, HostCount, NamedHost, parse_hosts, seconds_of
 from manyhands.spec.config_file import dump_toml
 from manyhands.spec.load import resolve
@@ -132,3 +135,13 @@ def test_the_schema_of_config_files_takes_every_form_of_hosts():
 
     schema = json.dumps(msgspec.json.schema(ClusterSection))
     assert all(f'"type": "{kind}"' in schema for kind in ("integer", "string", "array"))
+
+
+def test_the_documented_site_file_and_object_are_right(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/clusters.md").read_text()
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    spec = resolve(environ=site(tmp_path, text)).spec
+    assert (spec.cluster.on, spec.cluster.count, spec.cluster.gpus) == ("slurm", HostCount(2, 8), 4)
+    call = ast.parse(page[page.index("mh.Slurm(") :].partition(")))\n")[0] + ")", mode="eval").body
+    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    assert resolve(environ={}, arguments=Slurm(**given).settings()).spec.cluster.count == HostCount(2, 8)

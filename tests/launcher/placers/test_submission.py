@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from manyhands.cli.main import cli
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import ManyhandsError, SpecError, UsageError
 from manyhands.launcher.placers.shell import is_elsewhere
@@ -117,35 +116,34 @@ def test_objects_of_a_script_are_the_same_settings():
         Mirrored(on="slurm")
 
 
-def mh(folder: Path, *words: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "manyhands.cli.main", "run", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_print_is_the_script_and_a_dry_run_its_values_and_neither_starts_anything(tmp_path):
+@pytest.fixture
+def mh(tmp_path, monkeypatch, capsys):
+    """`mh run` in this process, in a directory with a script; returns what it printed."""
     (tmp_path / "train.py").touch()
-    code, printed, _ = mh(tmp_path, "--on", "slurm", "-N", "2:4", "--insecure-data-plane", "--print", "train.py")
-    assert code == 0 and printed.startswith("sbatch --parsable <<'END'\n#!/bin/bash\n#SBATCH --job-name=")
-    code, shown, _ = mh(tmp_path, "--hosts", "n1,n2", "--insecure-data-plane", "--dry-run", "train.py")
-    plan = json.loads(shown)
-    assert code == 0 and [one["stdin"] for one in plan["commands"]] == ["(the run's key)"] * 2
-    code, shown, _ = mh(tmp_path, "--on", "kubernetes", "--image", "i", "--print", "train.py")
-    assert [item["kind"] for item in json.loads(shown)["items"]] == ["Secret", "JobSet"]
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        cli.main(["run", *words, "train.py"], standalone_mode=False)
+        return str(capsys.readouterr().out)
+
+    return run
+
+
+def test_print_is_the_script_and_a_dry_run_its_values_and_neither_starts_anything(mh, tmp_path):
+    printed = mh("--on", "slurm", "-N", "2:4", "--insecure-data-plane", "--print")
+    assert printed.startswith("sbatch --parsable <<'END'\n#!/bin/bash\n#SBATCH --job-name=")
+    plan = json.loads(mh("--hosts", "n1,n2", "--insecure-data-plane", "--dry-run"))
+    assert [one["stdin"] for one in plan["commands"]] == ["(the run's key)"] * 2
+    shown = json.loads(mh("--on", "kubernetes", "--image", "i", "--print"))
+    assert [item["kind"] for item in shown["items"]] == ["Secret", "JobSet"]
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_flags_that_say_how_hosts_find_each_other_are_refused_beside_a_placer(tmp_path):
-    (tmp_path / "train.py").touch()
-    code, _, error = mh(tmp_path, "--on", "slurm", "--nnodes=2", "train.py")
-    assert code == 2 and "--nnodes says how hosts find each other, which slurm does here" in error
-    code, _, error = mh(tmp_path, "--print", "train.py")
-    assert code == 2 and "--print is for runs whose agents are placed elsewhere" in error
+def test_flags_that_say_how_hosts_find_each_other_are_refused_beside_a_placer(mh):
+    with pytest.raises(UsageError, match="--nnodes says how hosts find each other, which slurm does here"):
+        mh("--on", "slurm", "--nnodes=2")
+    with pytest.raises(UsageError, match="--print is for runs whose agents are placed elsewhere"):
+        mh("--print")
 
 
 def test_only_tracked_files_that_are_there_are_shipped(tmp_path):
