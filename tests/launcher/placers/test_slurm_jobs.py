@@ -144,6 +144,27 @@ def test_a_run_through_time_limits_is_queued_again_and_resumes_where_it_was_stop
     assert weights_in(output) == alone(slurm.folder, STEPS="1000")
 
 
+def test_a_preempted_run_is_queued_again_and_resumes(slurm):
+    running = slurm.start("run", "--on", "slurm", "-N", "2", "--queue", "low", "train.py", STEPS="300", PAUSE="0.04")
+    slurm.until(lambda: len(slurm.steps()) > 10)
+    slurm.cluster.says("sbatch", "-p", "high", "-N3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3")
+    code, output = finish(running, 200.0)
+    assert code == 0, output
+    (stopped,) = set(re.findall(r"ended with exit code 75 at step (\d+)", output))
+    assert f"resumed at step {stopped}" in output
+    assert [number for number, _, _ in slurm.steps()] == list(range(1, 301))
+    assert weights_in(output) == alone(slurm.folder, STEPS="300")
+
+
+def test_inside_an_allocation_the_run_has_all_of_its_hosts(slurm):
+    code, output = slurm.cluster.run(
+        *("salloc", "-N2", "--exclusive", *MH, "run", "--on", "slurm", "train.py"), cwd=slurm.folder
+    )
+    assert code == 0, output
+    assert slurm.workers() == 2
+    assert weights_in(output) == alone(slurm.folder)
+
+
 def test_hosts_join_as_helper_jobs_leave_and_are_killed_and_the_run_continues(tmp_path):
     if (why := why_not()) is not None:
         pytest.skip(why)
