@@ -109,7 +109,8 @@ changelog-of-a-new-version:
 	.changelog-venv/bin/pip install --quiet --disable-pip-version-check towncrier==26.9.0
 	.changelog-venv/bin/towncrier build --yes --version '$(VERSION)' $(if $(DATE),--date '$(DATE)')
 
-# Each library that is measured beside ours has an environment of its own, pinned by bench/peers/NAME.txt.
+# Each library that is measured beside ours has an environment of its own, pinned by bench/peers/NAME.txt; so has the
+# one that checks manifests for Kubernetes in a test.
 BENCH_PEERS := accelerate lightning ray tensorflow
 PEERS_INSTALLED := $(BENCH_PEERS:%=.bench-venvs/%/installed)
 

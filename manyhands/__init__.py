@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from manyhands.data.sources.as_source import InputContext as InputContext
     from manyhands.launcher.cluster_server import Server as Server
     from manyhands.launcher.function_launch import launch as launch
+    from manyhands.launcher.placers.spec import Kubernetes as Kubernetes
+    from manyhands.launcher.placers.spec import Slurm as Slurm
+    from manyhands.launcher.placers.spec import Ssh as Ssh
     from manyhands.observe.run_events import read_events as read_events
     from manyhands.observe.tensorboard import TensorBoardHook as TensorBoardHook
     from manyhands.spec.cluster import ClusterSpec as ClusterSpec
@@ -71,8 +74,11 @@ _HOME = {
     "MultiWorker": "strategies.choices",
     "ParameterServer": "strategies.choices",
     "PipelineParallel": "strategies.model_parallel",
+    "Kubernetes": "launcher.placers.spec",
     "Server": "launcher.cluster_server",
     "Sharded": "strategies.choices",
+    "Slurm": "launcher.placers.spec",
+    "Ssh": "launcher.placers.spec",
     "Single": "strategies.choices",
     "TensorBoardHook": "observe.tensorboard",
     "TensorParallel": "strategies.model_parallel",
@@ -104,6 +110,7 @@ __all__ = [
     "Hands",
     "History",
     "InputContext",
+    "Kubernetes",
     "LocalSGD",
     "ManyhandsError",
     "Mesh",
@@ -114,6 +121,8 @@ __all__ = [
     "Server",
     "Sharded",
     "Single",
+    "Slurm",
+    "Ssh",
     "TensorBoardHook",
     "TensorParallel",
     "Trainer",

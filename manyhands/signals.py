@@ -11,15 +11,28 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-__all__ = ["REPEAT_AFTER_S", "STOP_SIGNALS", "ends_at_once", "held_back", "ignore", "leave_to_launcher"]
+__all__ = [
+    "REPEAT_AFTER_S",
+    "STOP_SIGNALS",
+    "ends_at_once",
+    "grace",
+    "held_back",
+    "ignore",
+    "leave_to_launcher",
+    "notices",
+    "too_slow_to_commit",
+]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Schedulers send a notice twice, or to the job and then to its step. Within this time a repeat counts as the first.
 REPEAT_AFTER_S = 5.0
+# Of the time until a placer kills, this much is for ending the run in good order.
+TO_END_S = 5.0
+BEFORE_LIMIT_S = 60.0
 
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -30,6 +43,33 @@ def ends_at_once(number: int, since_first_s: float | None) -> bool:
     Ctrl-C does, as a person sends it. Any other signal does so only `REPEAT_AFTER_S` or more after the first.
     """
     return since_first_s is not None and (number == signal.SIGINT or since_first_s >= REPEAT_AFTER_S)
+
+
+def notices(signals: Sequence[int], *, lifeline_ended: bool) -> list[int]:
+    """What a launcher acts on: the signals that arrived, and for the end of its lifeline one SIGTERM.
+
+    A placer that can send no signals, such as `ssh`, holds the other end of the lifeline: when it dies, or closes it,
+    that is its notice.
+    """
+    return [*signals, *([int(signal.SIGTERM)] if lifeline_ended else [])]
+
+
+def grace(asked_s: float, *, kill_after_s: float | None, left_s: float | None) -> float:
+    """How long workers get to commit after a notice, if the placer kills `kill_after_s` after it.
+
+    `left_s`: until the time limit. A notice shortly before it was sent because of it (Slurm's `--signal=TERM@120`), and
+    the placer kills only after the limit.
+    """
+    if kill_after_s is None:
+        return asked_s
+    by_limit = left_s is not None and left_s <= asked_s + BEFORE_LIMIT_S
+    until_killed = kill_after_s + (left_s or 0.0 if by_limit else 0.0)
+    return min(asked_s, max(until_killed - TO_END_S, until_killed / 2))
+
+
+def too_slow_to_commit(took_s: float, kill_after_s: float | None) -> bool:
+    """Whether a checkpoint that takes this long would be cut off by a placer that gives this much notice."""
+    return kill_after_s is not None and took_s > max(kill_after_s - TO_END_S, kill_after_s / 2)
 
 
 @contextlib.contextmanager

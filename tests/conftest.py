@@ -135,6 +135,8 @@ def _shared_by(file: str) -> str | None:
     if file in PARSING:
         return file
     text = Path(file).read_text()
+    if "slurm: SlurmCluster" in text:
+        return "slurm"
     return "ranks" if "ranks: RankPool" in text else file if "warm: " in text else None
 
 

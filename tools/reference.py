@@ -42,7 +42,16 @@ GROUPS = {
     ],
     "Optimizers that torch does not have": ["optim.FTRL"],
     "Clusters": [
-        *("ClusterSpec", "Server", "dispatch.Cluster", "dispatch.Dispatcher", "dispatch.RemoteValue"),
+        *(
+            "Slurm",
+            "Ssh",
+            "Kubernetes",
+            "ClusterSpec",
+            "Server",
+            "dispatch.Cluster",
+            "dispatch.Dispatcher",
+            "dispatch.RemoteValue",
+        ),
         *("dispatch.RemoteWorker", "dispatch.remote"),
     ],
 }

@@ -125,7 +125,7 @@ class _Run:
     def started(self) -> Iterator[None]:
         """Inside, the run is alive or has ended; afterwards none of its processes is left."""
         command = [
-            *(sys.executable, "-m", "manyhands.cli.main", "run", "--json"),
+            *(sys.executable, "-m", "manyhands.cli.main", "run", "--on=here", "--json"),
             *("--run-dir", str(self.run_dir), "--max-restarts", str(self._max_restarts)),
         ]
         if self._asked.agents > 1:  # as on several hosts, but over loopback

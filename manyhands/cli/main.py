@@ -39,6 +39,7 @@ COMMANDS = {
     "agent": "Add this host to a run that waits for more hosts.",
     "stop": "Ask a live run to commit a checkpoint and end.",
     "scale": "Ask a live elastic run for more or fewer workers.",
+    "hosts": "Show who lends hosts to a run; ask for more, or give one back.",
     "status": "Show what a run is doing, or did.",
     "logs": "Show the output of a run's workers.",
     "ckpt": "List, verify and export checkpoints.",
@@ -51,7 +52,7 @@ COMMANDS = {
 FOLDERS = {
     "start": ("demo", "run", "chaos", "agent"),
     "explore": ("tune", "profile", "plan", "graph", "check"),
-    "runs": ("stop", "scale", "status", "logs", "ckpt"),
+    "runs": ("stop", "scale", "hosts", "status", "logs", "ckpt"),
     "machine": ("config", "doctor", "keygen"),
 }
 """Commands by subfolder."""

@@ -14,21 +14,33 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
-from manyhands.control.messages.launch_request import JoinTicket, LaunchRequest, WorkerCommand
+from manyhands.control.agent.preflight import require_clear_text_consent
+from manyhands.control.messages.launch_request import HostSeat, JoinTicket, LaunchRequest, PlacerTimes, WorkerCommand
 from manyhands.control.processes.template_process import is_possible
 from manyhands.errors import EnvironmentProblem, ManyhandsError, SpecError, UsageError
 from manyhands.events import LaunchStarted
-from manyhands.launcher.machine import read_key, this_machine
+from manyhands.launcher.machine import num_cores, read_key, this_machine
+from manyhands.launcher.placers.meeting import (
+    GIVE_UP_AFTER_S,
+    await_ticket,
+    first_address,
+    hint_for_first,
+    meeting_file,
+)
+from manyhands.launcher.placers.seats import find_seat, only_task, placers_are_off
+from manyhands.launcher.placers.shell import PlacingOptions, is_elsewhere, start_elsewhere
+from manyhands.launcher.placers.slurm_times import SlurmTimes
+from manyhands.launcher.placers.wrong_seats import check_one_host, check_seat, notes_on
 from manyhands.observe.notebook import shows_in_cell
 from manyhands.spec.addresses import Address
 from manyhands.spec.cluster import ClusterTask
-from manyhands.spec.launcher_tasks import engine_task, refuse_one_run_per_task
 from manyhands.spec.load import (
     CONFIG_VARIABLE,
     KEY_FILE_VARIABLE,
@@ -40,7 +52,15 @@ from manyhands.spec.load import (
     resolve,
     torchrun_task,
 )
-from manyhands.spec.placement import Placement, from_cluster, from_cluster_with_servers, from_settings, from_torchrun
+from manyhands.spec.placement import (
+    Placement,
+    from_cluster,
+    from_cluster_with_servers,
+    from_seat,
+    from_settings,
+    from_torchrun,
+)
+from manyhands.spec.seat import Seat
 
 if TYPE_CHECKING:
     from manyhands.control.messages.launch_request import Display
@@ -49,6 +69,7 @@ __all__ = [
     "become_launcher",
     "default_environment",
     "describe",
+    "host_seat",
     "how_to_resume",
     "launch_command",
     "make_request",
@@ -56,6 +77,7 @@ __all__ = [
     "open_display",
     "own_command",
     "place",
+    "placer_times",
     "script_command",
     "wait_for_end",
     "worker_environment",
@@ -89,6 +111,8 @@ def needs_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> bo
     environ = environment()
     if own_identity(environ) is not None:
         return False
+    if placed_by_script(resolved):
+        return True
     launch = resolved.spec.launch
     if (launch.workers or 1) > 1 or resolved.spec.num_servers or launch.hosts_wanted > 1 or launch.elastic is not None:
         return True
@@ -99,6 +123,11 @@ def needs_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> bo
     return several_of_torchruns or task is not None or cluster_task(environ) is not None
 
 
+def placed_by_script(resolved: Resolved) -> bool:
+    """Whether the script itself says who places its agents. A site's default is for `mh run`, not for each script."""
+    return resolved.origins["cluster.on"] == "constructor" and is_elsewhere(resolved, environment())
+
+
 def place(
     resolved: Resolved,
     environ: Mapping[str, str],
@@ -106,18 +135,25 @@ def place(
     torchrun: Mapping[str, Any] | None = None,
     task: ClusterTask | None = None,
 ) -> Placement:
-    """Which host of how many this is: by torchrun's flags if given, else by a cluster task, else by our settings.
+    """Which host of how many this is: by torchrun's flags if given, else by a cluster task, else by our settings, with
+    the seat that a placer gave this process.
 
-    Refuses a task of an engine, such as of `srun -n2`, that does not know the others: it would train alone.
+    Refuses a task of a job, such as of `srun -n2`, that cannot know the others: it would train alone.
     """
-    placement = _place(resolved, environ, torchrun, task)
-    knows_others = placement.master is not None or (torchrun or {}).get("standalone")
-    refuse_one_run_per_task(None if knows_others else engine_task(environ))
-    return placement
+    seat = None if (torchrun or {}).get("standalone") else find_seat(environ)
+    placement = _place(resolved, environ, torchrun, task, seat)
+    if placement.master is None:
+        check_seat(seat, environ)
+    notes = notes_on(seat, environ, num_cores(), os.cpu_count() or 1)
+    return replace(placement, notes=[*placement.notes, *notes])
 
 
 def _place(
-    resolved: Resolved, environ: Mapping[str, str], torchrun: Mapping[str, Any] | None, task: ClusterTask | None
+    resolved: Resolved,
+    environ: Mapping[str, str],
+    torchrun: Mapping[str, Any] | None,
+    task: ClusterTask | None,
+    seat: Seat | None,
 ) -> Placement:
     launch, machine = resolved.spec.launch, this_machine(environ)
     if torchrun:
@@ -125,8 +161,17 @@ def _place(
         if asked is not None and launch.workers is not None and str(asked) != str(launch.workers):
             what = f"{launch.workers} workers, and --nproc-per-node {asked}."
             raise SpecError(what, where=resolved.origins["launch.workers"], fix=["one of the two"])
-        return from_torchrun(torchrun, launch, machine)
+        placement = from_torchrun(torchrun, launch, machine)
+        if seat is None or only_task(seat) or placement.num_hosts > 1:
+            return placement
+        check_seat(seat, environ)
+        check_one_host(seat, torchrun.get("nnodes"))
+        # --nproc-per-node alone says how many workers each host has, not how many hosts there are.
+        return replace(from_seat(seat, replace(launch, workers=placement.workers), machine), notes=placement.notes)
     task = task or cluster_task(environ)
+    if task is None and seat is not None and not only_task(seat):
+        check_seat(seat, environ)
+        return from_seat(seat, launch, machine)
     if task is None:
         return from_settings(launch, machine)
     of_cluster = from_cluster_with_servers if resolved.spec.num_servers else from_cluster
@@ -165,6 +210,7 @@ def make_request(
     resume: str | None = None,
     torchrun: bool = False,
     join_file: str | None = None,
+    lifeline: bool = False,
     result_file: str | None = None,
 ) -> LaunchRequest:
     run, launch, servers = resolved.spec.run, resolved.spec.launch, placement.server_tasks or resolved.spec.num_servers
@@ -176,7 +222,7 @@ def make_request(
         run_dir=run_dir,
         overwrite=run.overwrite,
         group_readable=run.group_readable,
-        elastic=launch.elastic or ((1, _all_workers(placement)) if servers else None),
+        elastic=launch.elastic or placement.elastic or ((1, _all_workers(placement)) if servers else None),
         servers=servers,
         server_tasks=placement.server_tasks > 0,
         server=placement.server,
@@ -193,9 +239,13 @@ def make_request(
         always_restart=torchrun and resolved.given("run.max_restarts"),
         grace_s=run.grace_s,
         flags=resolved.flags(),
-        host_rank=placement.host_rank if placement.master else None,
+        host_rank=placement.host_rank if placement.master or placement.seat else None,
         master=placement.master if placement.num_hosts > 1 else None,
         join_file=join_file,
+        lifeline=lifeline,
+        same_program=torchrun and placement.num_hosts > 1,
+        seat=host_seat(environ),
+        times=placer_times(environ),
         environment=worker_environment(resolved, environ),
         resume=resume,
         result_file=result_file,
@@ -209,16 +259,46 @@ def make_request(
     return request
 
 
+def _take_seat(request: LaunchRequest, seat: Seat, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Make the request that of the job's first host, which others join, or of one that joins it, which waits here."""
+    require_clear_text_consent(seat.node or "other hosts", request)
+    path = meeting_file(seat, environ)
+    request.join_timeout_s = GIVE_UP_AFTER_S
+    if seat.host_rank == 0:
+        request.listen = request.listen or first_address(seat)
+        request.join_file, request.removes_join_file = str(path), True
+        request.join_hint = hint_for_first(path, seat)
+    else:
+        request.join = await_ticket(path, seat, say)
+        request.own_command, request.command = request.command, None
+
+
+def host_seat(environ: Mapping[str, str]) -> HostSeat | None:
+    """What `mh status` shows about who lends this host."""
+    seat = find_seat(environ)
+    return HostSeat(placer=seat.placer, job=seat.job, node=seat.node) if seat is not None else None
+
+
+def placer_times(environ: Mapping[str, str]) -> PlacerTimes | None:
+    """Slurm's time limit and notice: also for a batch script, which is no step, and for mpirun inside of a job."""
+    job = environ.get("SLURM_JOB_ID", "")
+    return SlurmTimes(job) if job.isascii() and job.isdigit() and not placers_are_off(environ) else None
+
+
 def _all_workers(placement: Placement) -> int:
     return placement.total_workers or placement.workers * placement.num_hosts
 
 
 def _key(placement: Placement, environ: Mapping[str, str]) -> bytes | None:
     path = environ.get(KEY_FILE_VARIABLE)
-    if placement.num_hosts == 1 or not placement.trains or placement.master is None:
-        return None  # No host joins, or hosts join by a file: the agent makes a key and writes it there.
+    if not placement.trains or (placement.num_hosts == 1 and placement.listen is None):
+        return None  # No host joins.
+    if placement.seat is not None and not placement.coordinates:
+        return None  # It is in the first host's join file.
     if path:
         return read_key(path)
+    if placement.master is None or placement.num_hosts == 1:
+        return None  # Hosts join by a file: the agent makes a key and writes it there.
     if placement.beyond_loopback:
         raise EnvironmentProblem(
             f"Hosts rendezvous at {placement.master[0]} port {placement.master[1]}, but this host has no key to prove "
@@ -306,6 +386,8 @@ def launch_command(request: LaunchRequest, placement: Placement, display: Displa
         if request.command is not None:
             servers = 0 if request.server_tasks else request.servers
             display.event(LaunchStarted(workers=request.workers, servers=servers))
+        if placement.seat is not None:
+            _take_seat(request, placement.seat, environment(), display.say)
         from manyhands.control.agent.agent import run_agent
 
         with _announced(placement.announce):
@@ -365,6 +447,9 @@ def become_launcher(resolved: Resolved, *, task: ClusterTask | None = None) -> N
     asked = "Servers were asked for" if resolved.spec.num_servers else "More than one worker was asked for"
     command = own_command(environ, asked)
     try:
+        if placed_by_script(resolved):
+            code = start_elsewhere(resolved, command, environ, PlacingOptions(), _resume_command(command, resolved))
+            raise SystemExit(code)
         placement = place(resolved, environ, task=task)
         run_dir = resolved.spec.run.run_dir
         request = make_request(

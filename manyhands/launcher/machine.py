@@ -17,9 +17,10 @@ from manyhands.errors import EnvironmentProblem
 from manyhands.spec.load import KEY_FILE_VARIABLE
 from manyhands.spec.placement import Machine
 
-__all__ = ["may_listen", "read_key", "this_machine", "write_key"]
+__all__ = ["may_listen", "num_cores", "read_key", "this_machine", "write_key"]
 
 KEY_BYTES = 32
+STANDARD_INPUT = ("-", "/dev/stdin", "/dev/fd/0")
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
@@ -62,9 +63,14 @@ def may_listen(host: str, port: int) -> bool:
 
 
 def read_key(path: str) -> bytes:
-    """The key that all hosts of a run share. Refuses a file that others may read, and one without a valid key."""
-    from manyhands.control.security.keys import why_not_private
+    """The key that all hosts of a run share: in a file, or the first line of standard input.
 
+    Refuses a file that others than its group may read, and one without a valid key.
+    """
+    from manyhands.control.security.keys import read_secret_line, why_not_private
+
+    if path in STANDARD_INPUT:
+        return _as_key(read_secret_line(), "standard input", fix=["mh run ... < run.key"])
     fix = [f"mh keygen {path}", "copy it to every host with mode 0600"]
     try:
         with open(path, "rb") as file:
@@ -73,11 +79,15 @@ def read_key(path: str) -> bytes:
     except OSError as error:
         what = f"Cannot read the key file {path}: {error.strerror}."
         raise EnvironmentProblem(what, where=KEY_FILE_VARIABLE, fix=fix) from error
-    if (why := why_not_private(found)) is not None:
+    if (why := why_not_private(found, group_may_read=True)) is not None:
         private = f"chmod 600 {path}" if found.st_uid == os.geteuid() else f"install -m 600 {path} run.key"
         raise EnvironmentProblem(f"The key file {path} {why}.", where=KEY_FILE_VARIABLE, fix=[private])
+    return _as_key(text, f"the key file {path}", fix)
+
+
+def _as_key(text: bytes, source: str, fix: list[str]) -> bytes:
     if not re.fullmatch(rb"[0-9a-fA-F]{%d}" % (2 * KEY_BYTES), text):
-        what = f"The key file {path} does not contain a key ({2 * KEY_BYTES} hexadecimal digits)."
+        what = f"{source[0].upper()}{source[1:]} does not contain a key ({2 * KEY_BYTES} hexadecimal digits)."
         raise EnvironmentProblem(what, where=KEY_FILE_VARIABLE, fix=fix)
     return bytes.fromhex(text.decode())
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.control.messages.agent_messages import LentHost
 from manyhands.control.messages.status_messages import MemberStatus, ServerStatus
 from manyhands.control.run_directory import RunRecord, read_run
 from manyhands.errors import ManyhandsError, UsageError
@@ -87,6 +88,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """This host's parameter servers now; empty when the run has none, or does not answer."""
     spare: ServerStatus | None = None
     """The spare server, which replaces a server that dies."""
+    lent: list[LentHost] = []
+    """The hosts of a live run, with what placed them; empty when the run does not answer."""
     elastic: tuple[int, int] | None = None
     """Of a live elastic run: the smallest and the largest number of workers. Below: the number last requested, and the
     generation."""
@@ -239,7 +242,7 @@ def _ask_agent(overview: RunStatus, path: Path) -> None:
         return  # no agent answers, or the run ended meanwhile: the files contain the rest
     overview.ranks, overview.servers, overview.generation = status.members, status.servers, status.generation
     overview.elastic, overview.workers_wanted = status.elastic, status.workers_wanted
-    overview.spare = status.spare
+    overview.spare, overview.lent = status.spare, status.lent
 
 
 def attempts_of(path: Path) -> list[int]:

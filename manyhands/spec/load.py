@@ -43,6 +43,7 @@ __all__ = [
     "profiled",
     "replace_environment",
     "resolve",
+    "site_file",
     "torchrun_defaults",
     "torchrun_task",
     "under_chaos",
@@ -58,6 +59,10 @@ CHECK_VARIABLE = "MANYHANDS_CHECK"
 PLAN_VARIABLE = "MANYHANDS_PLAN"
 PROFILE_VARIABLE = "MANYHANDS_PROFILE"
 GRAPH_VARIABLE = "MANYHANDS_GRAPH"
+PLACER_VARIABLE = "MANYHANDS_PLACER"
+STATE_VARIABLE = "MANYHANDS_STATE_DIR"
+RESUME_VARIABLE = "MANYHANDS_RESUME"
+"""What a user types to resume a run whose agents a placer starts: their own command lines are not what was typed."""
 RESERVED = IDENTITY_VARIABLES | {
     CONFIG_VARIABLE,
     KEY_FILE_VARIABLE,
@@ -67,8 +72,15 @@ RESERVED = IDENTITY_VARIABLES | {
     PLAN_VARIABLE,
     PROFILE_VARIABLE,
     GRAPH_VARIABLE,
+    PLACER_VARIABLE,
+    RESUME_VARIABLE,
+    STATE_VARIABLE,
 }
 MAX_TEXT = 4096
+MAX_LINES = 100
+SITE_FILE = "manyhands.toml"
+SITE_SETTINGS = ("insecure_data_plane",)
+"""What the site file holds beside [cluster]: whether the network between its hosts is one that its users trust."""
 
 
 class Key(NamedTuple):
@@ -147,6 +159,7 @@ def resolve(
     environ = environment() if environ is None else environ
     config_file = config_file or environ.get(CONFIG_VARIABLE) or None
     given = [
+        *_from_site(environ),
         *_from_file(config_file),
         *_from_environment(environ),
         *_from_mapping(arguments or {}, lambda name: "constructor"),
@@ -192,6 +205,28 @@ def _from_file(path: str | None) -> Iterator[_Given]:
     for setting in read_config(path).settings if path else ():
         key = _file_key(setting)
         yield _Given(key, _typed(key, setting.value, setting.where, loose=False), setting.where)
+
+
+def site_file(environ: Mapping[str, str]) -> str | None:
+    """Where a site, or a user for all runs, describes the cluster; None without a home directory."""
+    home = environ.get("HOME", "")
+    folder = environ.get("XDG_CONFIG_HOME") or (os.path.join(home, ".config") if home else "")
+    return os.path.join(folder, SITE_FILE) if folder else None
+
+
+def _from_site(environ: Mapping[str, str]) -> Iterator[_Given]:
+    """Only the launcher reads it: other hosts may not have it, and workers must agree on their settings."""
+    path = site_file(environ)
+    if path is None or not environ.keys().isdisjoint(IDENTITY_VARIABLES) or not os.path.isfile(path):
+        return
+    for one in _from_file(path):
+        if one.key.section != "cluster" and one.key.name not in SITE_SETTINGS:
+            raise SpecError(
+                f"{one.key.name} is a setting of a run, not of a cluster.",
+                where=one.origin,
+                fix=[f"a config file with [{one.key.section}] {one.key.name}, and mh run --config FILE"],
+            )
+        yield one
 
 
 def _file_key(setting: Setting) -> Key:
@@ -253,7 +288,12 @@ def flag_name(name: str) -> str:
 
 
 def _is_range(key: Key) -> bool:
-    return any(typing.get_origin(one) is tuple for one in _plain_types(key.type))
+    return any(typing.get_args(one) == (int, int) for one in _plain_types(key.type))
+
+
+def _is_list(key: Key) -> bool:
+    """Whether the setting is a list of texts. In the environment, each line is one of them."""
+    return bool(typing.get_args(key.type) == (str, ...))
 
 
 def _typed(key: Key, value: Any, where: str, *, loose: bool) -> Any:
@@ -264,6 +304,10 @@ def _typed(key: Key, value: Any, where: str, *, loose: bool) -> Any:
         value = strategy_name(value)
     if isinstance(value, str) and _is_range(key):
         value, loose = value.split(":"), True
+    if isinstance(value, str) and _is_list(key):
+        value = value.splitlines()
+    if isinstance(value, str) and key.name == "hosts":
+        loose = False  # "4" stays text: which it is, a number or names, is decided in one place
     try:
         typed = msgspec.convert(value, key.type, strict=not loose)
     except msgspec.ValidationError:
@@ -271,10 +315,16 @@ def _typed(key: Key, value: Any, where: str, *, loose: bool) -> Any:
     if isinstance(typed, str):
         check_name(typed, f"[{key.section}] {key.name}, set by {where},")
     fits = typed is not None and not (isinstance(typed, float) and not math.isfinite(typed))
-    if not fits or (isinstance(typed, str) and len(typed) > MAX_TEXT):
+    if not fits or _too_long(typed):
         what = f"[{key.section}] {key.name} is {_shown(given)}, but must be {_expected(key.type)}."
         raise SpecError(what, where=where, fix=[_in_syntax_of(where, _example(key, value))]) from None
     return typed
+
+
+def _too_long(typed: Any) -> bool:
+    if isinstance(typed, tuple):
+        return len(typed) > MAX_LINES or any(_too_long(one) for one in typed)
+    return isinstance(typed, str) and len(typed) > MAX_TEXT
 
 
 def _in_syntax_of(origin: str | None, suggestion: str) -> str:
@@ -312,10 +362,18 @@ def _choices(kind: Any) -> list[str]:
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (at most 4096 characters)"}
 
 
+def _type_words(kind: Any) -> str:
+    if typing.get_args(kind) == (str, ...):
+        return "a list of texts"
+    if ... in typing.get_args(kind):
+        return "a list of them"
+    return _TYPE_WORDS.get(kind, "two whole numbers, such as 2:8")
+
+
 def _expected(kind: Any) -> str:
     if choices := _choices(kind):
         return f"one of {', '.join(choices)}"
-    return " or ".join(_TYPE_WORDS.get(one, "two whole numbers, such as 2:8") for one in _plain_types(kind))
+    return " or ".join(_type_words(one) for one in _plain_types(kind))
 
 
 def _example(key: Key, value: Any) -> str:
@@ -324,6 +382,8 @@ def _example(key: Key, value: Any) -> str:
         return f'{key.name} = "{right}"'
     if _is_range(key):
         return f"{key.name} = [2, 8]"
+    if _is_list(key):
+        return f'{key.name} = ["..."]'
     examples = {int: "2", float: "1.0", bool: "true", str: '"name"'}
     default = key.default if isinstance(key.default, int | float) and not isinstance(key.default, bool) else None
     return f"{key.name} = {examples[_plain_types(key.type)[0]] if default is None else default}"

@@ -1,6 +1,7 @@
 """Decides how many workers this host has, which host of how many it is, and where the coordinator listens.
 
-The input is our own settings, torchrun's flags with torchrun's meaning, or a TF_CONFIG task. Pure: the machine's
+The input is our own settings, torchrun's flags with torchrun's meaning, a TF_CONFIG task, or the seat that Slurm or
+MPI gave this process. Pure: the machine's
 resources are passed in as a `Machine`; keys, sockets and processes are handled elsewhere.
 """
 
@@ -16,6 +17,7 @@ from manyhands.spec.addresses import Address, is_loopback, parse_task_address
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import flag_name
 from manyhands.spec.run import LaunchSection
+from manyhands.spec.seat import Seat
 
 __all__ = [
     "IGNORED_FLAGS",
@@ -24,6 +26,7 @@ __all__ = [
     "Placement",
     "from_cluster",
     "from_cluster_with_servers",
+    "from_seat",
     "from_settings",
     "from_torchrun",
 ]
@@ -80,8 +83,12 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """True if this task trains or runs a server; False if it only waits for the run to end."""
     total_workers: int | None = None
     """Over all hosts, if they have different numbers of workers."""
+    elastic: tuple[int, int] | None = None
+    """The least and the most workers, if the placer says so (`--nnodes 2:4`) and no setting does."""
     begins_with_fewer: bool = False
     """Workers of the cluster that are missing at the start may join later."""
+    seat: Seat | None = None
+    """With several hosts: what says who the others are."""
     server_tasks: int = 0
     """Number of parameter servers that are tasks of the cluster."""
     server: int | None = None
@@ -112,6 +119,28 @@ def from_settings(launch: LaunchSection, machine: Machine) -> Placement:
     return Placement(workers=workers, notes=ignored if launch.listen else [])
 
 
+def from_seat(seat: Seat, launch: LaunchSection, machine: Machine) -> Placement:
+    """Each task of a job is a host of the run: the first one coordinates, the others find its address by the seat."""
+    num_hosts, rank = seat.num_hosts, seat.host_rank
+    assert num_hosts is not None and rank is not None
+    if launch.hosts_wanted not in (1, num_hosts):
+        raise SpecError(
+            f"{launch.hosts_wanted} hosts are requested, but {seat.command} has started this command on {num_hosts}.",
+            where="--hosts-wanted",
+            fix=["no --hosts-wanted", f"--hosts-wanted {num_hosts}"],
+        )
+    workers = launch.workers or _most(launch, num_hosts) or machine.default_workers
+    _check_elastic(launch, workers, num_hosts, seat.command)
+    return Placement(
+        workers=workers,
+        num_hosts=num_hosts,
+        host_rank=rank,
+        coordinates=rank == 0,
+        listen=launch.listen if rank == 0 else None,
+        seat=seat,
+    )
+
+
 def _most(launch: LaunchSection, num_hosts: int) -> int | None:
     """Without an explicit number of workers, an elastic run starts with its upper bound."""
     return max(1, launch.elastic[1] // num_hosts) if launch.elastic else None
@@ -128,7 +157,7 @@ def _check_elastic(launch: LaunchSection, workers: int, num_hosts: int, where: s
 
 def from_torchrun(flags: Mapping[str, Any], launch: LaunchSection, machine: Machine) -> Placement:
     """`flags` by name, only those given; values as text or numbers."""
-    num_hosts = 1 if flags.get("standalone") else _num_nodes(flags.get("nnodes", "1"))
+    fewest, num_hosts = (1, 1) if flags.get("standalone") else _num_nodes(flags.get("nnodes", "1"))
     # torchrun's default is one process per node.
     nproc = flags.get("nproc_per_node", launch.workers or _most(launch, num_hosts) or 1)
     common: dict[str, Any] = {
@@ -138,6 +167,10 @@ def from_torchrun(flags: Mapping[str, Any], launch: LaunchSection, machine: Mach
         "notes": _notes(flags),
     }
     _check_elastic(launch, common["workers"], num_hosts, "--nproc-per-node")
+    if fewest < num_hosts:
+        # torchrun counts hosts, we count workers; a host more or less is that many workers more or less.
+        bounds = (fewest * common["workers"], num_hosts * common["workers"])
+        common |= {"elastic": launch.elastic or bounds, "begins_with_fewer": True}
     if num_hosts == 1:
         return Placement(**common)
     if flags.get("rdzv_backend", "static") == "static":
@@ -174,15 +207,11 @@ def _endpoint(text: str) -> tuple[str, int | None]:
         raise SpecError(error.what, where="--rdzv-endpoint", fix=error.fix) from None
 
 
-def _num_nodes(text: Any) -> int:
+def _num_nodes(text: Any) -> tuple[int, int]:
+    """The fewest and the most hosts: "4", or "2:4"."""
     least, colon, most = str(text).partition(":")
-    if colon and least != most:
-        raise SpecError(
-            f"--nnodes {text} is a range of hosts, but elastic runs are given a range of workers here.",
-            where="--nnodes",
-            fix=[f"--nnodes {most or least}", f"--hosts-wanted {least or most} --elastic 2:8"],
-        )
-    return _number(least, "--nnodes", 1, 65536)
+    fewest = _number(least, "--nnodes", 1, 65536)
+    return fewest, _number(most, "--nnodes", fewest, 65536) if colon else fewest
 
 
 def _num_workers(text: str, machine: Machine) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from manyhands.errors import SpecError
+from manyhands.spec.cluster_section import ClusterSection
 from manyhands.spec.strategy_names import LIMITS, ReducerName, StrategyName
 
 __all__ = [
@@ -210,6 +211,7 @@ class RunSpec(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launch: LaunchSection = LaunchSection()
     comm: CommSection = CommSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    cluster: ClusterSection = ClusterSection()
 
     @property
     def num_servers(self) -> int:

@@ -49,6 +49,8 @@ class Mirrored(StrategySettings, frozen=True, kw_only=True):
             it.
         cluster: A `mh.Server`, which names the cluster and the task of this process. Default: from the launcher or
             TF_CONFIG.
+        on: Hosts that are not this one: `mh.Slurm(hosts=4)`, `mh.Ssh(hosts="a,b")` or `mh.Kubernetes(image="...")`.
+            `python train.py` then places the run there and follows it. Default: this host.
         reducer: How gradients are sent: "exact" (the default), "bf16" in half the bytes, or "int8" in a quarter. The
             last two round, so that results depend on the number of workers; for links that are slower than the
             computation. Or a function of one parameter's gradients, a list with one for each slice, in place of their
@@ -61,11 +63,14 @@ class Mirrored(StrategySettings, frozen=True, kw_only=True):
 
     workers: int | None = None
     cluster: Any = None
+    on: Any = None
     reducer: Any = None
     elastic: tuple[int, int] | None = None
     name = "mirrored"
 
     def __post_init__(self) -> None:
+        if self.on is not None and not hasattr(self.on, "placer"):
+            raise _wrong(f"on is {self.on!r}, which places no agents", "on=mh.Slurm(hosts=4)", where="mh.Mirrored")
         if not (self.reducer is None or isinstance(self.reducer, str) or callable(self.reducer)):
             raise _wrong(
                 f"reducer is {self.reducer!r}, neither a name nor a function", 'reducer="bf16"', where="mh.Mirrored"

@@ -16,6 +16,7 @@ from manyhands.control.session.session import Session
 from manyhands.errors import SpecError, UsageError
 from manyhands.launcher import launch
 from manyhands.launcher.cluster_server import Server
+from manyhands.launcher.placers.seats import find_seat, only_task
 from manyhands.launcher.script_exit import watch_ending
 from manyhands.launcher.solo_run import SoloSession
 from manyhands.launcher.worker_process import process_settings
@@ -23,7 +24,6 @@ from manyhands.launcher.worker_process.lazy_compiler import load_compiler_late
 from manyhands.launcher.worker_process.template import modules_from_elsewhere, variables_set_too_late
 from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
-from manyhands.spec.launcher_tasks import engine_task
 from manyhands.spec.load import Resolved
 from manyhands.spec.probe_requests import GraphOrder, PlanOrder, graph_order, order_of_this_worker, plan_order
 from manyhands.spec.worker_identity import WorkerIdentity
@@ -76,6 +76,8 @@ def enter(
         "elastic": getattr(chosen, "elastic", None),
         **arguments,
     }
+    if identity is None and getattr(chosen, "on", None) is not None:
+        given |= chosen.on.settings()  # type: ignore[union-attr]
     flags = identity.flags if identity is not None else _tuned_flags(chosen, given) if tune else {}
     resolved = load.resolve(flags=flags, arguments=given)
     if resolved.spec.train.strategy != chosen.name:  # a flag, the environment or a config file asked for another one
@@ -140,10 +142,11 @@ def _missing_devices(strategy: StrategyChoice, identity: WorkerIdentity) -> Iter
 
 def _separate_tasks(environ: Mapping[str, str]) -> Iterator[str]:
     """A warning only: `srun -n2 python train.py` may be intended, as a sweep with another seed in every task."""
-    if (task := engine_task(environ)) is not None:
+    seat = find_seat(environ)
+    if seat is not None and not only_task(seat):
         yield (
-            f"{task.engine} started this script in {task.size} tasks ({task.variable}), and each trains a separate "
-            "model; for one training over all of them: mh run, see docs/launching.md"
+            f"{seat.command} started this script in {seat.num_tasks} tasks ({seat.variable}), and each trains a "
+            "separate model; for one training over all of them: mh run, see docs/clusters.md"
         )
 
 

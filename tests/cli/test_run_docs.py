@@ -1,4 +1,4 @@
-"""Every command that docs/launching.md and docs/embeddings.md show is accepted by the command line unchanged."""
+"""Every command that launching.md, clusters.md and embeddings.md show is accepted by the command line unchanged."""
 
 import json
 import os
@@ -20,7 +20,25 @@ def lines_of(text):
 
 
 LINES = lines_of(TEXT)
-RUNS = [line for line in LINES if re.search(r"\bmh run\b", line)] + lines_of((DOCS / "embeddings.md").read_text())
+CLUSTERS = lines_of((DOCS / "clusters.md").read_text())
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NODEID": "0",
+}
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "PMIX_NAMESPACE": "1",
+}
+RUNS = (
+    [line for line in LINES if re.search(r"\bmh run\b", line)]
+    + [line for line in CLUSTERS if re.search(r"\bmh run\b", line)]
+    + lines_of((DOCS / "embeddings.md").read_text())
+)
 
 
 @pytest.fixture
@@ -38,17 +56,18 @@ def in_a_project(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line", RUNS)
 def test_a_documented_run_gets_as_far_as_its_plan(in_a_project, line, monkeypatch, capsys):
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.partition(" > ")[0], comments=True)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
-    if words[0] == "srun":
-        monkeypatch.setenv("SLURM_STEP_ID", "0")
-        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    if words[0] in ("srun", "mpirun"):
+        for name, text in (STEP if words[0] == "srun" else MPI).items():
+            monkeypatch.setenv(name, text)
         del words[: words.index("mh")]
     assert words[:2] == ["mh", "run"]
     capsys.readouterr()
     cli.main(["run", "--dry-run", "--json", *words[2:]], standalone_mode=False)
-    assert json.loads(capsys.readouterr().out)["workers"] >= 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["commands"] if "placer" in plan else plan["workers"] >= 1
 
 
 def test_the_documented_tf_config_is_right():

@@ -26,7 +26,7 @@ ORDER = [
     "strategies", "parameter_server.engine",
     "control.messages", "control", "control.security", "control.membership", "control.coordinator",
     "control.session", "control.processes", "control.servers", "control.agent",
-    "observe", "launcher.worker_process", "launcher",
+    "observe", "launcher.worker_process", "launcher.machine", "launcher.placers", "launcher",
     "training.worker", "training.step", "training.setup", "planner.measure", "training.state", "training.elastic",
     "profiling", "dataflow",
     "training.loop", "parameter_server.loop", "parameter_server", "trials", "training", "dispatch",

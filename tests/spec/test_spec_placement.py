@@ -54,6 +54,14 @@ def test_torchruns_flags_without_a_number_start_one_worker():
     assert from_torchrun({"standalone": True, "nnodes": "4"}, NONE_ASKED, GPUS).num_hosts == 1
 
 
+def test_a_range_of_nodes_is_an_elastic_run_of_their_workers():
+    placed = from_torchrun({"nnodes": "2:4", "nproc_per_node": "3", "node_rank": "1"}, NONE_ASKED, CPUS)
+    assert (placed.elastic, placed.num_hosts, placed.begins_with_fewer) == ((6, 12), 4, True)
+    assert from_torchrun({"nnodes": "2:2"}, NONE_ASKED, CPUS).elastic is None
+    asked = LaunchSection(elastic=(5, 12))
+    assert from_torchrun({"nnodes": "2:4", "nproc_per_node": "3"}, asked, CPUS).elastic == (5, 12)
+
+
 def test_static_nodes_connect_to_the_master_address():
     zero = from_torchrun({"nnodes": "2"}, NONE_ASKED, CPUS)
     assert (zero.host_rank, zero.coordinates, zero.master) == (0, True, ("127.0.0.1", 29500))
@@ -77,7 +85,8 @@ def test_with_c10d_the_node_that_the_endpoint_names_coordinates():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"nnodes": "1:3"}, "is a range of hosts, but elastic runs are given a range of workers"),
+        ({"nnodes": "3:1"}, "--nnodes is '1', but must be a number from 3"),
+        ({"nnodes": "1:"}, "--nnodes is '', but must be a number from 1"),
         ({"nnodes": "many"}, "must be a number"),
         ({"nproc_per_node": "gpu"}, "no GPU"),
         ({"nproc_per_node": "0"}, "from 1 to 65536, or auto, cpu or gpu"),

@@ -17,15 +17,18 @@ from manyhands.errors import UsageError
 from manyhands.spec.load import KEYS, Key, flag_name
 from manyhands.spec.strategy_names import SAME_STRATEGY, strategy_name
 
-__all__ = ["BOTH_SPELLINGS", "HELP", "settings_options", "take_settings"]
+__all__ = ["BOTH_SPELLINGS", "HELP", "LIFELINE_HELP", "settings_options", "take_settings"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 BOTH_SPELLINGS = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Context settings under which --run-dir and --run_dir are the same flag, as in torchrun."""
 
+LIFELINE_HELP = "Take the end of standard input for one SIGTERM: no agent outlives what placed it."
+
 LEVELS = {"zero1": "optimizer", "zero2": "gradients"}
-SHORT = {"workers": "-n", "verbose": "-v"}
+SHORT = {"workers": "-n", "verbose": "-v", "hosts": "-N"}
+METAVARS = {"elastic": "LEAST:MOST", "hosts": "HOSTS", "time": "H:M:S", "setup": "LINE", "extra": "OPTION"}
 
 HELP = {
     "run_dir": "Where the run writes everything. Default: runs/<time>-<script>.",
@@ -71,6 +74,24 @@ HELP = {
     "every_s": "Commit a checkpoint every so many seconds.",
     "keep_last": "How many of the newest checkpoints are kept.",
     "keep_best": 'Also keep the best by a result: "loss", "accuracy", "min:NAME" or "max:NAME".',
+    "on": "Who starts the run's agents: slurm (a job), ssh (on --hosts), kubernetes (a manifest); here: this command.",
+    "hosts": "How many hosts: 4, or 2:8 if they may join and leave; for ssh their names: a,b:2,c (b: 2 workers).",
+    "cpus": "Cores of each host. Default: whole hosts.",
+    "gpus": "Accelerators of each host; without -n, each gets a worker.",
+    "memory": "Memory of each host, such as 64G.",
+    "time": "Time limit: 8:00:00, 2-00:00:00 (two days), or minutes. Default: the queue's.",
+    "notice": "Seconds before the time limit at which the run is to commit a checkpoint and end.",
+    "requeue": "Queue a run again that ended with 75, a committed checkpoint; it resumes.",
+    "queue": "Slurm: the partition.",
+    "more_queue": "Slurm: the partition for hosts above the least number; preemptible ones are fine.",
+    "account": "Slurm: the account.",
+    "array": "Slurm: separate runs of the same command, such as 0-3%2; the task is SLURM_ARRAY_TASK_ID.",
+    "setup": "A shell line that runs on every host before the agent; may be repeated.",
+    "extra": "An option for sbatch or ssh, such as --extra=--constraint=a100; may be repeated.",
+    "code": "here: the script is on all hosts under the same path. ship: the files that git tracks are copied.",
+    "image": "Kubernetes: the container image, which has the script and manyhands.",
+    "namespace": "Kubernetes: the namespace. Default: kubectl's.",
+    "manifest": "Kubernetes: a JobSet, whose controller is a separate installation, or a plain Job.",
 }
 
 
@@ -89,6 +110,8 @@ class StrategyName(click.Choice[str]):
 
 def _click_type(key: Key) -> Any:
     is_union = typing.get_origin(key.type) in (typing.Union, types.UnionType)
+    if key.name == "hosts":
+        return str
     kind = next(one for one in typing.get_args(key.type) if one is not type(None)) if is_union else key.type
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
@@ -104,12 +127,14 @@ def settings_options(command: Command, names: Collection[str] = KEYS) -> Command
         if key.name in SHORT:
             spellings.insert(0, SHORT[key.name])
         option = {} if kind is bool else {"type": kind}
-        if key.name == "elastic":
-            option["metavar"] = "LEAST:MOST"
+        if key.name in METAVARS:
+            option["metavar"] = METAVARS[key.name]
+        if typing.get_args(key.type) == (str, ...):
+            option |= {"type": str, "multiple": True}
         command = click.option(*spellings, **option, default=None, help=HELP[key.name])(command)
     return command
 
 
 def take_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """The settings among a command's options: only those given, by name."""
-    return {name: options[name] for name in KEYS if options.get(name) is not None}
+    return {name: options[name] for name in KEYS if options.get(name) not in (None, ())}

@@ -252,7 +252,17 @@ class _Runs:
         )
         servers = ["--servers", str(layout.servers)] if layout.servers else []
         command = [
-            *(sys.executable, "-m", "manyhands.cli.main", "run", "-n", str(layout.workers), *servers, *flags),
+            *(
+                sys.executable,
+                "-m",
+                "manyhands.cli.main",
+                "run",
+                "--on=here",
+                "-n",
+                str(layout.workers),
+                *servers,
+                *flags,
+            ),
             *("--run-dir", str(folder / "run"), "--ui", "none", "--max-restarts", "0"),
             *("-m", "manyhands.recipes.device_check", msgspec.json.encode(order).decode()),
         ]

@@ -1,5 +1,5 @@
-"""Commands about one run, alive or ended: its status, logs and checkpoints, and how to stop or scale it.
+"""Commands about one run, alive or ended: status, logs, hosts and checkpoints, and how to stop or scale it.
 
-May import `checkpoint`, `control`, `observe` and `parameter_server`.
+May import `checkpoint`, `control`, `launcher`, `observe`, `parameter_server` and `spec`.
 Start reading at `status.status`.
 """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from manyhands import exact_json
+from manyhands.control.messages.agent_messages import LentHost
 from manyhands.control.messages.status_messages import MemberStatus, ServerStatus
 from manyhands.errors import UsageError
 from manyhands.observe.event_text import clean, count, duration, results, size, slow_line, used_lines
@@ -20,7 +21,7 @@ from manyhands.observe.terminal import BottomLines, columns, is_terminal
 if TYPE_CHECKING:
     from manyhands.parameter_server.protocol.variable_listing import ServedVariable
 
-__all__ = ["status"]
+__all__ = ["host_line", "status"]
 
 REFRESH_S = 1.0
 
@@ -137,6 +138,8 @@ def _lines(overview: RunStatus) -> list[str]:
     ]
     rows += [("slow", f"{slow_line(one)} (step {one.step})") for one in overview.slow]
     rows += [("used", text) for text in used_lines(overview.used)]
+    if len(overview.lent) > 1 or any(host.seat for host in overview.lent):
+        rows += [("host", host_line(host)) for host in overview.lent]
     rows += [(_name(member), _member(member)) for member in overview.ranks]
     rows += [(f"server {member.server}", _server(member)) for member in overview.servers]
     rows += [("spare", _server(overview.spare))] if overview.spare is not None else []
@@ -146,6 +149,17 @@ def _lines(overview: RunStatus) -> list[str]:
 def _name(member: MemberStatus) -> str:
     """In an elastic run by slot: ranks change, slots do not."""
     return f"rank {member.rank}" if member.slot is None else f"worker {member.slot}"
+
+
+def host_line(host: LentHost) -> str:
+    """ "n2 (slurm 4711, 3h12m left), 2 workers": also what `mh hosts` prints."""
+    seat, name = host.seat, host.name
+    if seat is not None:
+        by = f"{seat.placer} {seat.job}".strip()
+        left = "" if seat.seconds_left is None else f", {duration(seat.seconds_left)} left"
+        name = f"{seat.node or host.name} ({by}{left})"
+    state = "silent" if host.silent else "leaving" if host.leaving else ""
+    return ", ".join(text for text in (name, f"{host.slots} worker{'s'[: host.slots != 1]}", state) if text)
 
 
 def _member(member: MemberStatus) -> str:

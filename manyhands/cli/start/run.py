@@ -17,13 +17,14 @@ from msgspec.structs import replace
 from manyhands import exact_json
 from manyhands.cli.common.json_display import display_for
 from manyhands.cli.common.misplaced_flags import behind_the_script, notes_on_arguments
-from manyhands.cli.common.setting_options import BOTH_SPELLINGS, settings_options, take_settings
+from manyhands.cli.common.setting_options import BOTH_SPELLINGS, LIFELINE_HELP, settings_options, take_settings
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import UsageError
 from manyhands.launcher.launch import describe, launch_command, make_request, place, script_command
+from manyhands.launcher.placers.shell import PlacingOptions, is_elsewhere, start_elsewhere
 from manyhands.recipes import RECIPES
 from manyhands.spec.flag_conflicts import check_flags
-from manyhands.spec.load import environment, flag_name, resolve, torchrun_defaults
+from manyhands.spec.load import RESUME_VARIABLE, Resolved, environment, flag_name, resolve, torchrun_defaults
 from manyhands.spec.placement import IGNORED_FLAGS, TORCHRUN_FLAGS
 
 __all__ = ["run"]
@@ -49,6 +50,8 @@ EXAMPLES = {
     "mh run -n 4 --elastic 2:4 train.py": "workers may die; the others continue, and new ones join",
     "mh run -n 2 --strategy sharded train.py": "model and optimizer sharded over the workers (FSDP)",
     "mh run --run-dir runs/a -n 2 train.py": "the same command again resumes a stopped run",
+    "mh run --on slurm -N 4 train.py": "submits a job of four hosts, shows its output; Ctrl-C cancels it",
+    "mh run --hosts a,b:2 train.py": "on two hosts that ssh reaches, two workers on the second",
 }
 GROUPS = {
     "Workers": ("workers", "strategy", "elastic", "servers", "threads"),
@@ -58,7 +61,11 @@ GROUPS = {
     ),
     "Output": ("verbose", "ui", "as_json", "dry_run"),
     "Checkpoints": ("every_steps", "every_s", "keep_last", "keep_best"),
-    "Several hosts": ("hosts_wanted", "listen", "join_file", "insecure_data_plane"),
+    "Hosts of a cluster": (
+        *("on", "hosts", "detach", "shows", "time", "notice", "requeue", "queue", "more_queue", "account", "array"),
+        *("cpus", "gpus", "memory", "setup", "extra", "code", "image", "namespace", "manifest"),
+    ),
+    "Several hosts": ("hosts_wanted", "listen", "join_file", "insecure_data_plane", "lifeline"),
     "Maths": ("precision", "slices", "accumulate", "exact", "clip_norm", "reducer"),
     "Monitoring": (
         *("heartbeat_s", "hang_s", "balance", "straggler_factor", "straggler_steps", "check_every", "audit"),
@@ -123,7 +130,10 @@ def torchrun_options(command: Command) -> Command:
 @click.option("-m", "--module", is_flag=True, default=None, help="SCRIPT is a module, as in `python -m`.")
 @click.option("--recipe", metavar="NAME", help=f"A built-in training instead of SCRIPT: {' or '.join(RECIPES)}.")
 @click.option("--join-file", metavar="PATH", help="The join file to write for other hosts.")
+@click.option("--lifeline", is_flag=True, help=LIFELINE_HELP)
 @click.option("--dry-run", is_flag=True, help="Print hosts, ranks, environment and command, and start nothing.")
+@click.option("--print", "shows", is_flag=True, help="With --on or --hosts: print the script or manifest only.")
+@click.option("--detach", is_flag=True, help="With --on or --hosts: return as soon as the run is submitted or started.")
 @click.option("--json", "as_json", is_flag=True, help="Events, output and failures as JSON lines on stdout.")
 @click.option("--no-python", is_flag=True, default=None, help="torchrun: SCRIPT is an executable; it has to be Python.")
 @torchrun_options
@@ -137,7 +147,10 @@ def run(
     recipe: str | None,
     no_python: bool | None,
     join_file: str | None,
+    lifeline: bool,
     dry_run: bool,
+    shows: bool,
+    detach: bool,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -162,6 +175,14 @@ def run(
     if "max_restarts" in defaults:
         settings.setdefault("max_restarts", _whole(defaults["max_restarts"], "PET_MAX_RESTARTS"))
     resolved = resolve(flags=settings, environ=environ, config_file=config_file)
+    if is_elsewhere(resolved, environ):
+        _check_elsewhere(resolved, torchrun, join_file)
+        return start_elsewhere(
+            resolved, command, environ, PlacingOptions(shows, dry_run, detach, as_json), _resume(sys.argv[1:], settings)
+        )
+    if shows or detach:
+        flag = "--print" if shows else "--detach"
+        raise UsageError(f"{flag} is for runs whose agents are placed elsewhere.", fix=["--on slurm", "--hosts a,b"])
     placement = place(resolved, environ, torchrun=torchrun)
     check_flags(resolved, placement)
     if recipe is None and (source := _text_of(command)) is not None:
@@ -175,14 +196,26 @@ def run(
         environ,
         # Only a flag is final: the script's constructor arguments override the environment and the config file.
         run_dir=settings.get("run_dir"),
-        resume=_resume(sys.argv[1:], settings),
+        resume=environ.get(RESUME_VARIABLE) or _resume(sys.argv[1:], settings),
         torchrun=bool(torchrun),
         join_file=join_file,
+        lifeline=lifeline,
     )
     if dry_run:
         _print_plan(describe(request, placement, environ), as_json)
         return 0
     return launch_command(request, placement, display_for(resolved, environ, as_json=as_json))
+
+
+def _check_elsewhere(resolved: Resolved, torchrun: Mapping[str, Any], join_file: str | None) -> None:
+    given = [flag_name(name) for name in torchrun] + (["--join-file"] if join_file is not None else [])
+    if given:
+        placer = resolved.spec.cluster.placer
+        raise UsageError(
+            f"{given[0]} says how hosts find each other, which {placer} does here.",
+            where="the command line",
+            fix=[f"without {given[0]}", "--on here"],
+        )
 
 
 def _text_of(command: WorkerCommand) -> str | None:

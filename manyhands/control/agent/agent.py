@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from msgspec.structs import replace
 
 from manyhands.control.agent.admission import Admission
 from manyhands.control.agent.coordinator_watch import CoordinatorWatch
 from manyhands.control.agent.hang_watch import HangWatch
 from manyhands.control.agent.host_events import HostEvents
 from manyhands.control.agent.host_workers import HostWorkers
-from manyhands.control.agent.preflight import check_command, job_of, resolve
+from manyhands.control.agent.preflight import job_of, joined_job, resolve
 from manyhands.control.agent.resources import AgentResources
 from manyhands.control.agent.status_report import StatusReport
 from manyhands.control.agent.user_requests import Shutdown, UserRequests, may_start_servers, with_servers
@@ -35,7 +34,9 @@ from manyhands.control.messages.worker_messages import Refusal, StoreReply, Work
 from manyhands.control.processes.worker_output import Stream
 from manyhands.control.processes.worker_process import WorkerProcess
 from manyhands.errors import JoinRefused, ManyhandsError
-from manyhands.events import LaunchStarted
+from manyhands.events import CheckpointSaved, Event, LaunchStarted
+from manyhands.signals import grace, too_slow_to_commit
+from manyhands.spec.host_environment import merged
 
 __all__ = ["run_agent"]
 
@@ -90,6 +91,7 @@ class Agent:
             lost_after_s=request.lost_after_s,
             say=display.say,
             warn=self._events.warn,
+            hint=request.join_hint,
         )
         self._term, self._revision, self._generation = 0, 0, ""
         self._host_workers: HostWorkers | None = None
@@ -99,6 +101,7 @@ class Agent:
         self._hang_watch = HangWatch()
         self._changed, self._reported_at = True, 0.0
         self._exit_code: int | None = None
+        self._warned_slow_commit = False
         self._admission = Admission(
             request, resources.run_record, owner=resources.coordinator is not None, say=display.say
         )
@@ -108,10 +111,12 @@ class Agent:
             resources.name,
             send=resources.link.send,
             hello=self._greet,
-            event=self._events.publish,
+            event=self._publish,
             key=resources.addresses.key,
         )
         self._status_report = StatusReport(self._host, request, resources, self._user_requests, self._channel)
+        if request.times is not None and request.times.deadline is not None:  # after a restart with servers
+            self._status_report.deadline = request.times.deadline
 
     # ---- the loop ----
 
@@ -134,6 +139,8 @@ class Agent:
             # A last report that no process is left here spares the other hosts the wait for a silent one.
             self._report(time.monotonic(), leaving=True)
             self._channel.close()
+            if self._request.times is not None:
+                self._request.times.close()
         return self._exit_code
 
     def _wait(self) -> None:
@@ -149,6 +156,7 @@ class Agent:
                 self._channel.port.socket,
                 resources.user_port.socket,
                 resources.signals.fd,
+                resources.signals.lifeline,
                 *worker_fds,
                 resources.coordinator.pidfd if resources.coordinator else None,
                 resources.torch_store.waiting_fd if resources.torch_store else None,
@@ -209,6 +217,7 @@ class Agent:
             self._report(now)
         if (gone := self._shutdown.exit_code(self._host_workers, now)) is not None:
             self._exit_code = gone
+        self._look_at_placer(now)
         self._watch.look(self._term)
         for news in self._resources.news():
             self._events.warn(news)
@@ -222,6 +231,30 @@ class Agent:
         job = self._job
         assert job is not None
         self._hang_watch.look(host_workers.everyone, HangLimits(job.heartbeat_s, job.hang_s), now)
+
+    def _look_at_placer(self, now: float) -> None:
+        times = self._request.times
+        if times is None or not times.poll(now):
+            return
+        self._status_report.deadline, self._changed = times.deadline, True
+        if times.kill_after_s is not None and self._resources.coordinator is not None:
+            self._display.say(
+                f"{placed_by(self._request)} kills {times.kill_after_s:g} s after its notice: workers get "
+                f"{self._grace_s():g} s to commit a checkpoint"
+            )
+
+    def _publish(self, event: Event) -> None:
+        self._events.publish(event)
+        times = self._request.times
+        if times is None or not isinstance(event, CheckpointSaved) or self._warned_slow_commit:
+            return
+        if too_slow_to_commit(event.seconds, times.kill_after_s):
+            self._warned_slow_commit = True
+            self._events.warn(
+                f"the checkpoint of step {event.step} took {event.seconds:.0f} s, and {placed_by(self._request)} kills "
+                f"{times.kill_after_s:g} s after its notice. try: an earlier notice, such as "
+                f"--signal=TERM@{2 * round(event.seconds)}, and --grace {2 * round(event.seconds)}"
+            )
 
     # ---- reporting and obeying ----
 
@@ -256,8 +289,9 @@ class Agent:
         if orders.term > self._term:
             self._begin_term(orders)
         self._revision = orders.revision
+        self._status_report.hosts = orders.hosts
         if self._job is None and orders.job is not None:
-            self._job = replace(orders.job, command=check_command(orders.job.command))
+            self._take_job(orders.job, orders.environment or {})
         if orders.run_dir is not None:
             self._admission.visit(orders.run_dir, orders.log_base, self._host_workers)
         if orders.stop is not None:
@@ -276,6 +310,19 @@ class Agent:
         if orders.note and orders.do != "end":
             self._events.warn(orders.note)
         self._apply_stop()
+
+    def _take_job(self, job: JobDescription, environment: dict[str, str]) -> None:
+        try:
+            self._job = joined_job(job, self._request.own_command, self._host)
+        except JoinRefused as error:
+            self._status_report.refusal = error.what
+            raise
+        self._changed = True  # only then does this host get workers
+        self._request.environment, note = merged(
+            self._request.environment, environment, here=self._host, there=job.host or "the first host"
+        )
+        if note:
+            self._display.say(note)
 
     def _wait_as_ordered(self, orders: Orders) -> None:
         if orders.waiting_for:
@@ -333,6 +380,8 @@ class Agent:
         resources = self._resources
         self._workers_started, self._changed = time.monotonic(), True
         resources.run_record.host = plan.host
+        if self._request.elastic is None:  # else more hosts may join by that file, such as Slurm's helper jobs
+            resources.all_have_joined()
         self._begin_generation(plan)
         self._events.begin_attempt()
         self._admission.new_generation()
@@ -390,7 +439,11 @@ class Agent:
             )
 
     def _grace_s(self) -> float:
-        return self._job.grace_s if self._job else self._request.grace_s
+        asked, times = self._job.grace_s if self._job else self._request.grace_s, self._request.times
+        if times is None:
+            return asked
+        left_s = None if times.deadline is None else max(0.0, times.deadline - time.monotonic())
+        return grace(asked, kill_after_s=times.kill_after_s, left_s=left_s)
 
     # ---- workers and users ----
 
@@ -422,6 +475,11 @@ class Agent:
     def _show_output(self, worker: WorkerProcess, stream: Stream, data: bytes) -> None:
         if self._host_workers is not None and self._host_workers.is_chief(worker):
             self._display.output(0, stream, data)
+
+
+def placed_by(request: LaunchRequest) -> str:
+    seat = request.seat
+    return f"{seat.placer} {seat.job}".strip() if seat is not None else "what placed this agent"
 
 
 def _poll(watched: list[Any], timeout_s: float) -> dict[Any, int]:

@@ -14,6 +14,7 @@ __all__ = ["CoordinatorWatch"]
 HUNG_COORDINATOR_S = 10.0
 # After waiting longer than this, the agent says what it waits for.
 WAIT_IN_SILENCE_S = 3.0
+HINT_AFTER_S = 20.0
 
 
 class CoordinatorWatch:
@@ -25,12 +26,13 @@ class CoordinatorWatch:
         lost_after_s: float,
         say: Callable[[str], None],
         warn: Callable[[str], None],
+        hint: str = "",
     ) -> None:
         self._resources, self._say, self._warn = resources, say, warn
         self._join_timeout_s, self._lost_after_s = join_timeout_s, lost_after_s
         self._term_before = 0
         """The last term that was received before the coordinator was restarted."""
-        self._waiting_since, self._said_waiting = time.monotonic(), ""
+        self._waiting_since, self._said_waiting, self._hint = time.monotonic(), "", hint
 
     def look(self, term: int) -> None:
         """On a joined host, raises if the run does not answer or has stopped sending."""
@@ -66,3 +68,6 @@ class CoordinatorWatch:
         if what != self._said_waiting and time.monotonic() - self._waiting_since > WAIT_IN_SILENCE_S:
             self._said_waiting = what
             self._say(f"waiting: {what}")
+        if self._hint and time.monotonic() - self._waiting_since > HINT_AFTER_S:
+            self._say(f"waiting: {self._hint}")
+            self._hint = ""

@@ -6,10 +6,12 @@ Raises `UsageError` and `EnvironmentProblem` with what to type instead. Starts n
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.metadata
 import importlib.util
 import platform
 import re
+import shlex
 import socket
 import sys
 import warnings
@@ -31,7 +33,11 @@ __all__ = [
     "check_command",
     "imports_manyhands",
     "job_of",
+    "joined_job",
+    "local_address_to",
     "may_import_torch",
+    "program_digest",
+    "require_clear_text_consent",
     "resolve",
     "versions",
 ]
@@ -81,7 +87,52 @@ def job_of(request: LaunchRequest) -> JobDescription | None:
         heartbeat_s=request.heartbeat_s,
         hang_s=request.hang_s,
         servers=request.servers,
+        host=socket.gethostname(),
+        program=program_digest(request.command),
     )
+
+
+def joined_job(job: JobDescription, own: WorkerCommand | None, host: str) -> JobDescription:
+    """The run's job as this host runs it. Raises `JoinRefused` where the host would train something else.
+
+    `own`: the command that was typed on this host, if one was.
+    """
+    name = Path(job.command.target.rpartition(":")[0] or job.command.target).name
+    try:
+        command = check_command(job.command)
+    except UsageError as error:
+        what = f"{host} cannot run what {job.host} runs: {error.what}"
+        raise JoinRefused(what, where=job.command.target, fix=["the same files under the same path"]) from error
+    mine = program_digest(command)
+    if job.program and mine != job.program:
+        raise JoinRefused(
+            f"{host} runs another {name} (sha {mine[:12] or 'of no file'} against {job.program[:12]} on {job.host}).",
+            where=command.target,
+            fix=[f"copy {name} from {job.host}", "a directory that all hosts share"],
+        )
+    if own is not None and (own.kind, own.args) != (job.command.kind, job.command.args):
+        raise JoinRefused(
+            f"{host} runs {name} with {_shown(own)}, and {job.host} with {_shown(job.command)}.",
+            where="the command line",
+            fix=["the same command on every host"],
+        )
+    return replace(job, command=command)
+
+
+def _shown(command: WorkerCommand) -> str:
+    return shlex.join(command.args)[:200] or "no arguments"
+
+
+def program_digest(command: WorkerCommand) -> str:
+    try:
+        source = _source(replace(command, target=command.target.rpartition(":")[0]) if _is_call(command) else command)
+        return hashlib.sha256(source.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _is_call(command: WorkerCommand) -> bool:
+    return command.kind == "call"
 
 
 def check_command(command: WorkerCommand) -> WorkerCommand:
@@ -150,7 +201,7 @@ def may_import_torch(command: WorkerCommand) -> bool:
 
 
 def _source(command: WorkerCommand) -> Path:
-    if command.kind == "script":
+    if command.kind == "script" or command.target.endswith(".py"):
         return Path(command.target)
     spec = _find(command.target)
     if spec is not None and spec.submodule_search_locations:
@@ -180,8 +231,8 @@ def resolve(request: LaunchRequest) -> Addresses:
     join = _ticket(request)
     if join is not None:
         host, port = parse_address(join.address)
-        data = parse_address(request.listen)[0] if request.listen else _local_address_to(host, port)
-        _require_clear_text_consent(data, request)
+        data = parse_address(request.listen)[0] if request.listen else local_address_to(host, port)
+        require_clear_text_consent(data, request)
         return Addresses(data, join=(host, port), key=key_of(join), run=join.run)
     if request.hosts_wanted == 1 and request.listen is None and request.master is None:
         return Addresses("127.0.0.1")
@@ -193,7 +244,7 @@ def resolve(request: LaunchRequest) -> Addresses:
         )
     parse_address(f"{listen[0]}:{listen[1]}" if ":" not in listen[0] else f"[{listen[0]}]:{listen[1]}")
     if request.hosts_wanted > 1 or request.elastic:
-        _require_clear_text_consent(listen[0], request)
+        require_clear_text_consent(listen[0], request)
     key = request.key or (_shared_key(listen[0]) if request.master else new_key())
     return Addresses(listen[0], listen=_free_port(*listen), key=key)
 
@@ -218,7 +269,7 @@ def _shared_key(host: str) -> bytes:
     )
 
 
-def _require_clear_text_consent(host: str, request: LaunchRequest) -> None:
+def require_clear_text_consent(host: str, request: LaunchRequest) -> None:
     if is_loopback(host) or request.insecure_data_plane:
         return
     raise EnvironmentProblem(
@@ -243,7 +294,7 @@ def _free_port(host: str, port: int) -> tuple[str, int]:
         return host, int(probe.getsockname()[1])
 
 
-def _local_address_to(host: str, port: int) -> str:
+def local_address_to(host: str, port: int) -> str:
     """The local address that packets to `host` leave from."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -33,10 +33,11 @@ from manyhands.control.processes.torch_store import TorchStoreProcess
 from manyhands.control.processes.worker_output import Stream
 from manyhands.control.processes.worker_process import WorkerProcess
 from manyhands.control.run_directory import run_name
-from manyhands.control.security.keys import write_join_file
+from manyhands.control.security.keys import STANDARD_INPUT, write_join_file
 from manyhands.control.servers.backup_process import BackupProcess
 from manyhands.control.servers.server_ports import ServerPorts, tcp_endpoint
 from manyhands.spec.addresses import is_loopback
+from manyhands.spec.host_environment import shipped
 
 __all__ = ["AgentResources"]
 
@@ -58,6 +59,7 @@ class AgentResources:
         self.torch_store: TorchStoreProcess | None = None
         self.keeps_logs = False
         self.backup: BackupProcess | None = None
+        self._join_file: Path | None = None
         self.template: Template | None = None
         with ExitStack() as opened:
             self._open(request, job, say, opened)
@@ -66,7 +68,7 @@ class AgentResources:
     def _open(
         self, request: LaunchRequest, job: JobDescription | None, say: Callable[[str], None], opened: ExitStack
     ) -> None:
-        self.signals = StopSignals()
+        self.signals = StopSignals(STANDARD_INPUT if request.lifeline else None)
         opened.callback(self.signals.close)
         self.directory = private_directory()
         self.guard = Guard(self.directory)
@@ -116,6 +118,7 @@ class AgentResources:
             term_floor=self.run_record.term_floor(),
             listen=self.addresses.listen,
             key=self.addresses.key,
+            environment=shipped(request.environment) if self.addresses.listen is not None else {},
         )
         self.coordinator = ChildProcess("manyhands.control.coordinator.process", msgspec.msgpack.encode(config))
         opened.callback(self.coordinator.close)
@@ -124,22 +127,36 @@ class AgentResources:
         self._patience_s = math.inf if imports_manyhands(job.command) else request.store_after_s
         self.torch_store = TorchStoreProcess(self.addresses.data, self._patience_s)
         opened.callback(self._close_torch_store)
-        self._invite(request, say)
+        self._invite(request, say, opened)
 
-    def _invite(self, request: LaunchRequest, say: Callable[[str], None]) -> None:
+    def _invite(self, request: LaunchRequest, say: Callable[[str], None], opened: ExitStack) -> None:
         """Say what is sent unencrypted, and write the join file unless the hosts share a key already."""
         listen, key = self.addresses.listen, self.addresses.key
         if listen is None or key is None:
             return
         if not is_loopback(listen[0]):
             say(f"tensors between hosts are sent unencrypted, at {listen[0]} (--insecure-data-plane)")
-        if request.key is not None or request.master is not None:
+        if request.master is not None:
+            return
+        address = tcp_endpoint(*listen).removeprefix("tcp://")
+        more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
+        if request.key is not None and request.join_file is None:
+            say(f"{more}: mh agent --join {address}, with the same MANYHANDS_KEY_FILE")
             return
         path = (Path(request.join_file) if request.join_file else self.directory / "join.json").absolute()
-        address = tcp_endpoint(*listen).removeprefix("tcp://")
         write_join_file(path, JoinTicket(address=address, run=self.run_record.run, key=key.hex()))
-        more = f"waiting for {request.hosts_wanted - 1} more" if request.hosts_wanted > 1 else "more hosts may join"
+        if request.removes_join_file:
+            self._join_file = path
+            opened.callback(self.all_have_joined)
+            return
         say(f"{more}: mh agent --join {path}")
+
+    def all_have_joined(self) -> None:
+        """Remove a join file that is only for the hosts of this start of a job: the next run of the same step, or of
+        the same process, has one of the same name."""
+        if self._join_file is not None:
+            self._join_file.unlink(missing_ok=True)
+            self._join_file = None
 
     @property
     def worker_endpoint(self) -> str:

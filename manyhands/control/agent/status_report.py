@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 
+from msgspec.structs import replace
+
 from manyhands.control.agent.host_workers import HostWorkers
+from manyhands.control.agent.preflight import program_digest
 from manyhands.control.agent.resources import AgentResources
 from manyhands.control.agent.user_requests import UserRequests
 from manyhands.control.agent.worker_channel import WorkerChannel
-from manyhands.control.messages.agent_messages import HostReport
-from manyhands.control.messages.launch_request import LaunchRequest
+from manyhands.control.messages.agent_messages import HostReport, LentHost
+from manyhands.control.messages.launch_request import HostSeat, LaunchRequest
 from manyhands.control.messages.status_messages import Status
 
 __all__ = ["StatusReport"]
@@ -26,6 +29,14 @@ class StatusReport:
     ) -> None:
         self._host, self._request, self._resources = host, request, resources
         self._user_requests, self._channel = user_requests, channel
+        seconds_left = request.seat.seconds_left if request.seat else None
+        self.deadline = None if seconds_left is None else time.monotonic() + seconds_left
+        """When this host's placer ends its agent; None: unknown, or never."""
+        self._program = program_digest(request.command) if request.same_program and request.command else ""
+        self.refusal = ""
+        """Why this host leaves a run that it has joined."""
+        self.hosts: list[LentHost] = []
+        """As the coordinator last sent them; of the first host only."""
 
     def report(
         self, host_workers: HostWorkers | None, now: float, *, generation: str, term: int, has_job: bool, leaving: bool
@@ -56,10 +67,20 @@ class StatusReport:
             log_base=run_record.log_base,
             committed=self._channel.committed,
             has_job=has_job,
+            undecided=not has_job and resources.coordinator is None,
+            program=self._program,
+            refusal=self.refusal,
             leaving=leaving,
             failed_server=host_workers.servers.failure(host_workers.plan.attempt, now) if host_workers else None,
             backup=resources.backup.endpoint if resources.backup else "",
+            seat=self._seat(now),
         )
+
+    def _seat(self, now: float) -> HostSeat | None:
+        seat = self._request.seat
+        if seat is None or self.deadline is None:
+            return seat
+        return replace(seat, seconds_left=max(0.0, self.deadline - now))
 
     def status(self, host_workers: HostWorkers | None, generation: str) -> Status:
         coordinator, template, now = self._resources.coordinator, self._resources.template, time.monotonic()
@@ -81,4 +102,5 @@ class StatusReport:
             servers=host_workers.servers.statuses(now) if host_workers else [],
             spare=host_workers.servers.spare.status(now) if host_workers else None,
             committed=self._channel.committed,
+            lent=self.hosts,
         )

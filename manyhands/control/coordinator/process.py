@@ -44,6 +44,7 @@ __all__ = ["Coordinator", "CoordinatorConfig", "main", "read_exactly"]
 
 TICK_S = 0.25
 MAX_NOTES = 20
+MAX_REFUSAL = 500
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +54,13 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The first term is at least this: generations must never repeat in a run directory."""
     listen: tuple[str, int] | None = None
     key: bytes | None = None
+    environment: dict[str, str] = {}
+    """What workers of joining hosts inherit. Here, and not in the job, as the job is written to the log."""
 
 
 class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
+        self._environment = config.environment
         self._log = MembershipLog(Path(config.directory) / "membership.log")
         self._state = self._first_state(config)
         self._values = Stores()
@@ -120,6 +124,8 @@ class Coordinator:
         # Only the local socket may claim to be the coordinator's own host.
         if isinstance(message, HostReport) and not (message.local and client[0] != "ipc"):
             self._where[message.agent] = client
+            if message.refusal:
+                self._notes.append(f"a host has left: {message.refusal[:MAX_REFUSAL]}")
             (self._lacks_job.discard if message.has_job else self._lacks_job.add)(message.agent)
             self._apply(*react(self._state, ReportReceived(report=message), time.monotonic()))
         elif isinstance(message, Relay) and self._where.get(message.agent) == client:
@@ -136,7 +142,9 @@ class Coordinator:
                 case Persist(state=durable):
                     self._log.append(durable)
                 case SendOrders(agent=agent):
-                    self._send(agent, orders_for(state, agent, time.monotonic(), with_job=agent in self._lacks_job))
+                    lacks_job = agent in self._lacks_job
+                    orders = orders_for(state, agent, time.monotonic(), with_job=lacks_job)
+                    self._send(agent, replace(orders, environment=self._environment) if lacks_job else orders)
                 case Refuse(agent=agent, what=what, fix=fix):
                     self._send(agent, Refusal(error="JoinRefused", what=what, fix=fix))
 

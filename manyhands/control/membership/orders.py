@@ -10,7 +10,8 @@ from manyhands.control.membership.server_hosts import backups_for
 from manyhands.control.membership.slots import bounds
 from manyhands.control.membership.state import AttemptState, Host, Member, Membership
 from manyhands.control.membership.worker_reports import call_of, finished, living
-from manyhands.control.messages.agent_messages import GroupMember, HostPlan, Orders, PlannedWorker
+from manyhands.control.messages.agent_messages import GroupMember, HostPlan, LentHost, Orders, PlannedWorker
+from manyhands.control.messages.launch_request import HostSeat
 from manyhands.control.messages.worker_messages import WorkerPosition
 
 __all__ = ["orders_for"]
@@ -30,6 +31,7 @@ def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = Fa
         log_base=state.log_base,
         job=state.settings.job if with_job else None,
         generation=roster.generation if roster else None,
+        hosts=_lent(state, now) if agent in state.hosts and state.hosts[agent].local else [],
     )
     if outcome is not None:
         return replace(orders, do="end", exit_code=outcome.exit_code, failure=outcome.failure, note=outcome.reason)
@@ -49,9 +51,30 @@ def orders_for(state: Membership, agent: str, now: float, *, with_job: bool = Fa
     )
 
 
+def _lent(state: Membership, now: float) -> list[LentHost]:
+    return [
+        LentHost(
+            agent=host.agent,
+            name=host.name,
+            slots=host.slots,
+            local=host.local,
+            silent=host.silent,
+            leaving=host.leaving,
+            seat=_aged(host.seat, now - host.heard_at),
+        )
+        for host in sorted(state.hosts.values(), key=lambda host: host.order)
+    ]
+
+
+def _aged(seat: HostSeat | None, seconds: float) -> HostSeat | None:
+    if seat is None or seat.seconds_left is None:
+        return seat
+    return replace(seat, seconds_left=max(0.0, seat.seconds_left - seconds))
+
+
 def _missing(state: Membership) -> str:
     wanted = state.settings.hosts_wanted
-    ready = [host for host in state.hosts.values() if not host.silent]
+    ready = [host for host in state.hosts.values() if not host.silent and not host.undecided]
     if len(ready) >= wanted:
         return ""
     ranks = {host.host_rank for host in ready}

@@ -106,6 +106,10 @@ def _objection(state: Membership, report: HostReport) -> Refuse | None:
         if theirs != ours:
             what = f"{report.host} has {name} {theirs}, the run has {name} {ours}; all hosts need the same."
             return Refuse(agent=report.agent, what=what, fix=[f"install {name} {ours} on {report.host}"])
+    if report.program and settings.job.program not in ("", report.program):
+        shas = f"sha {report.program[:12]} against {settings.job.program[:12]} on {settings.job.host}"
+        what = f"{report.host} runs another {settings.job.command.target.rpartition('/')[2]} ({shas})."
+        return Refuse(agent=report.agent, what=what, fix=["the same files on every host"])
     most_hosts = max(settings.hosts_wanted, settings.elastic[1] if settings.elastic else 0)
     # In an elastic run, another host may join in place of a silent one; if that one returns, both may stay.
     present = [host for host in state.hosts.values() if not (settings.elastic and host.silent)]
@@ -131,6 +135,8 @@ def _apply_report(state: Membership, report: HostReport, now: float) -> Membersh
         leaving=report.leaving or (known is not None and known.leaving),
         servers=report.servers,
         backup=report.backup,
+        seat=report.seat,
+        undecided=report.undecided,
     )
     state = replace(
         state,
@@ -225,7 +231,7 @@ def _advance(state: Membership, now: float) -> Membership:
 def _gather(state: Membership, now: float) -> Membership:
     if state.stop is not None:
         return end_run(state, now, stopped_code(state), "stopped before its workers were started")
-    ready = [host for host in state.hosts.values() if not host.silent and not host.leaving]
+    ready = [host for host in state.hosts.values() if not (host.silent or host.leaving or host.undecided)]
     chief = _in_order(ready)[0] if ready else None
     if _enough(state, ready) and chief is not None and chief.master is not None:
         form = elastic.form if state.settings.elastic is not None else _form

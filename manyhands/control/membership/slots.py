@@ -64,7 +64,7 @@ def workers_per_host(state: Membership, hosts: Sequence[Host]) -> dict[str, int]
 def accepts_workers(state: Membership, agent: str) -> bool:
     """Whether workers can be started on this host, and those that it has can be admitted."""
     host = state.hosts.get(agent)
-    return host is not None and not host.silent and not host.leaving
+    return host is not None and not (host.silent or host.leaving or host.undecided)
 
 
 # ---- deaths ----------------------------------------------------------------------------------------------------

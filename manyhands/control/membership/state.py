@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from manyhands.control.membership.failure_policy import EndedWorker, Signature
 from manyhands.control.messages.agent_messages import CheckpointCommit, HostReport, JobDescription, MemberReport
 from manyhands.control.messages.failure import Failure
+from manyhands.control.messages.launch_request import HostSeat
 
 __all__ = [
     "AttemptState",
@@ -75,6 +76,9 @@ class Host(_Value, frozen=True, kw_only=True):
     """Endpoint, for other hosts, of each server on this host, by number."""
     backup: str = ""
     """Endpoint at which it keeps logs for other hosts' servers."""
+    seat: HostSeat | None = None
+    undecided: bool = False
+    """It may still find that it cannot run the program."""
     leaving: bool = False
     """Its agent shuts down: it gets no new workers, and those that it has are dismissed."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from manyhands.comm.transport import Message
 from manyhands.control.messages.failure import Failure, WorkerEnd
-from manyhands.control.messages.launch_request import WorkerCommand
+from manyhands.control.messages.launch_request import HostSeat, WorkerCommand
 from manyhands.control.messages.worker_messages import MessagePart, Refusal, StoreReply, StoreRequest, WorkerPosition
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "HostPlan",
     "HostReport",
     "JobDescription",
+    "LentHost",
     "MemberReport",
     "Orders",
     "PlannedWorker",
@@ -100,6 +101,12 @@ class HostReport(Message, frozen=True, kw_only=True):
     log_base: int = 0
     committed: CheckpointCommit | None = None
     has_job: bool = False
+    undecided: bool = False
+    """It has joined, and not yet compared its copy of the program with the run's: until then it gets no worker."""
+    program: str = ""
+    """SHA-256 of the script that was named on this host, if it has to be the run's; see `JobDescription.program`."""
+    refusal: str = ""
+    """With `leaving`: why this host cannot run what the run's first host runs."""
     leaving: bool = False
     """This agent shuts down. In an elastic run its workers are dismissed; once `clear` is set too, it is gone."""
     workers_wanted: int | None = None
@@ -113,6 +120,8 @@ class HostReport(Message, frozen=True, kw_only=True):
     failed_server: FailedServer | None = None
     backup: str = ""
     """Endpoint at which this host keeps logs for other hosts' servers, if it does."""
+    seat: HostSeat | None = None
+    """The placer that placed this agent, if one did."""
 
 
 class JobDescription(MessagePart, frozen=True, kw_only=True):
@@ -131,6 +140,10 @@ class JobDescription(MessagePart, frozen=True, kw_only=True):
     """Limits for workers of an elastic run; see `control.membership.hang_detection`."""
     servers: int = 0
     """How many parameter servers the run starts with."""
+    host: str = ""
+    """The first host's name."""
+    program: str = ""
+    """SHA-256 of the file that `command` names; empty: it is not one file."""
 
 
 class PlannedWorker(MessagePart, frozen=True, kw_only=True):
@@ -188,6 +201,19 @@ class HostPlan(MessagePart, frozen=True, kw_only=True):
     """Slot, by incarnation, of each worker on any host that is not known to be dead, member or not."""
 
 
+class LentHost(MessagePart, frozen=True, kw_only=True):
+    """One host of the run, as its coordinator knows it."""
+
+    agent: str
+    name: str
+    slots: int
+    local: bool = False
+    silent: bool = False
+    leaving: bool = False
+    seat: HostSeat | None = None
+    """Its `seconds_left` is that of now."""
+
+
 class Orders(Message, frozen=True, kw_only=True):
     """The state that a host should be in."""
 
@@ -205,6 +231,8 @@ class Orders(Message, frozen=True, kw_only=True):
     run_dir: str | None = None
     log_base: int = 0
     job: JobDescription | None = None
+    environment: dict[str, str] | None = None
+    """With `job`: the variables that the workers of all hosts share. Never written to disk."""
     positions: dict[int, WorkerPosition] = {}
     note: str = ""
     """Text to show to the user once, such as a refused join."""
@@ -214,6 +242,8 @@ class Orders(Message, frozen=True, kw_only=True):
     """With "stop": the run is finished, and servers get time to end."""
     waiting_for: str = ""
     """Which hosts, servers or workers the run waits for before it can start."""
+    hosts: list[LentHost] = []
+    """All hosts, in order of joining; for the coordinator's own host only, which shows them."""
 
 
 class Relay(StoreRequest, frozen=True, kw_only=True):

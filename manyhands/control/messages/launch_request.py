@@ -15,7 +15,7 @@ from manyhands.events import Event
 if TYPE_CHECKING:
     from manyhands.control.messages.failure import Failure
 
-__all__ = ["Display", "JoinTicket", "LaunchRequest", "WorkerCommand"]
+__all__ = ["Display", "HostSeat", "JoinTicket", "LaunchRequest", "PlacerTimes", "WorkerCommand"]
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +37,31 @@ class JoinTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run's name; empty: any run that has this key."""
     key: str
     """The run's 32-byte key in hexadecimal. Never put it on a command line or into an environment variable."""
+
+
+class HostSeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a placer (Slurm, MPI, Ray, Kubernetes, ssh) told the agent that it placed on a host."""
+
+    placer: str
+    job: str = ""
+    node: str = ""
+    """The placer's name of the host; empty: its host name."""
+    seconds_left: float | None = None
+    """When it was reported: how long the placer lets this agent run. None: unknown, or without limit."""
+
+
+class PlacerTimes(Protocol):
+    """How long a placer lets an agent run, as far as it has said so."""
+
+    deadline: float | None
+    """By `time.monotonic`."""
+    kill_after_s: float | None
+    """How long after its notice it kills."""
+
+    def poll(self, now: float) -> bool:
+        """True, once: it has said what it will say. Must not block: it is called from the agent's loop."""
+
+    def close(self) -> None: ...
 
 
 class LaunchRequest(msgspec.Struct, kw_only=True):
@@ -80,8 +105,21 @@ class LaunchRequest(msgspec.Struct, kw_only=True):
     """torchrun's --node-rank. 0 runs the coordinator at `master`; the other hosts connect to it."""
     master: tuple[str, int] | None = None
     """Where host_rank 0 listens and the other hosts connect: torchrun's --master-addr and -port, TF_CONFIG's chief."""
+    seat: HostSeat | None = None
+    """The placer that placed this agent; its `seconds_left` counts from the start of the agent."""
+    times: PlacerTimes | None = None
+    lifeline: bool = False
+    """Standard input stays open as long as what placed this agent wants it: its end counts as one SIGTERM."""
     join_file: str | None = None
     """Path of the join file to write. None: in the run's private directory; the display shows the path."""
+    removes_join_file: bool = False
+    """The join file is removed once all wanted hosts have joined: its name belongs to this start of a job."""
+    join_hint: str = ""
+    """Said with what the first host waits for, when hosts have not joined for a while."""
+    own_command: WorkerCommand | None = None
+    """With `join`: what was typed on this host, which has to be what the run's first host runs."""
+    same_program: bool = False
+    """Hosts whose user starts each of them (torchrun's --node-rank): their scripts have to be equal."""
     join_timeout_s: float = 300.0
     """How long a joining host waits for the run to answer, and the first host for the other hosts."""
     lost_after_s: float = 15.0

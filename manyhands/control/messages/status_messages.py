@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from manyhands.comm.transport import Message
-from manyhands.control.messages.agent_messages import CheckpointCommit
+from manyhands.control.messages.agent_messages import CheckpointCommit, LentHost
 from manyhands.control.messages.worker_messages import MessagePart
 
 __all__ = ["MemberStatus", "ServerStatus", "Status", "StatusRequest"]
@@ -63,6 +63,8 @@ class Status(Message, frozen=True, kw_only=True):
     servers: list[ServerStatus] = []
     spare: ServerStatus | None = None
     """The spare server, which takes the number of one that dies: starting, or ready."""
+    lent: list[LentHost] = []
+    """The run's hosts, if this agent is the first one's."""
     committed: CheckpointCommit | None = None
     elastic: tuple[int, int] | None = None
     workers_wanted: int | None = None

@@ -1,7 +1,8 @@
 """Derives the CURVE keys of a run from one shared 32-byte key, and reads and writes the join file that holds it.
 
 Exactly the hosts that have the key may join. Both ends derive the same server and client pair from it, so there is
-nothing to register. The key is passed on in a join file of mode 0600, never in an argument, environment or log.
+nothing to register. The key is passed on in a file of mode 0600 or on standard input, never in an argument, environment
+or log.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import hashlib
 import json
 import os
 import secrets
+import select
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -27,6 +30,8 @@ __all__ = [
     "local_key",
     "new_key",
     "read_join_file",
+    "read_join_input",
+    "read_secret_line",
     "server_curve",
     "weights_client_curve",
     "weights_server_curve",
@@ -35,6 +40,9 @@ __all__ = [
 ]
 
 KEY_BYTES = 32
+MAX_SECRET_BYTES = 65536
+INPUT_TIMEOUT_S = 60.0
+STANDARD_INPUT = 0
 
 
 def new_key() -> bytes:
@@ -83,7 +91,7 @@ def read_join_file(path: str | Path) -> JoinTicket:
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
-            content = file.read(65536)
+            content = file.read(MAX_SECRET_BYTES)
     except OSError as error:
         raise ClusterError(f"The join file cannot be read: {error.strerror}.", where=where) from error
     if (why := why_not_private(found)) is not None:
@@ -94,6 +102,28 @@ def read_join_file(path: str | Path) -> JoinTicket:
             if found.st_uid == os.geteuid()
             else [f"make a private copy, if you trust its source: install -m 600 {where} run.join"],
         )
+    return _ticket_in(content, where)
+
+
+def read_join_input() -> JoinTicket:
+    """The ticket that standard input begins with, as one line; the rest of the input is left unread."""
+    return _ticket_in(read_secret_line(), "standard input")
+
+
+def read_secret_line(fd: int = STANDARD_INPUT, timeout_s: float = INPUT_TIMEOUT_S) -> bytes:
+    """One line of a pipe that may stay open after it; no byte after the line is taken."""
+    line, deadline = b"", time.monotonic() + timeout_s
+    while not line.endswith(b"\n") and len(line) < MAX_SECRET_BYTES:
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            what = f"Nothing arrived on standard input within {timeout_s:g} s."
+            raise ClusterError(what, fix=["mh agent --join - < run.join", "MANYHANDS_KEY_FILE=FILE"])
+        if not (byte := os.read(fd, 1)):
+            break
+        line += byte
+    return line.strip()
+
+
+def _ticket_in(content: bytes, where: str) -> JoinTicket:
     try:
         ticket = msgspec.json.decode(content, type=JoinTicket)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -106,14 +136,17 @@ def read_join_file(path: str | Path) -> JoinTicket:
     return ticket
 
 
-def why_not_private(found: os.stat_result) -> str | None:
+def why_not_private(found: os.stat_result, *, group_may_read: bool = False) -> str | None:
     """Why a file's content is no secret of this user: others can read it, or another user wrote it; None if it is one.
 
-    Root could read it anyway, and is trusted.
+    Root could read it anyway, and is trusted. `group_may_read` is for key files that an administrator or Kubernetes
+    makes: kubelet gives the files of a Secret to a pod's group, with mode 0440. A join file is only ever written by us,
+    with 0600: any other mode means that something has changed it.
     """
+    others = 0o037 if group_may_read else 0o077
     if found.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user (uid {found.st_uid}; you are {os.geteuid()})"
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    if stat.S_IMODE(found.st_mode) & others:
         return f"can be read by others (mode {stat.S_IMODE(found.st_mode):04o})"
     return None
 

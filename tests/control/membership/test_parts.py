@@ -191,6 +191,7 @@ def test_a_join_file_is_private_and_read_back(tmp_path):
         (b'{"address": "a", "run": "r", "key": "00"}', 0o600, "32 bytes"),
         (b'{"address": "a", "run": "r", "key": "", "x": 1}', 0o600, "not a join file"),
         (b"{}", 0o644, "chmod 600"),
+        (b"{}", 0o440, "chmod 600"),
         (b"\xff\xfe", 0o600, "not a join file"),
     ],
 )
