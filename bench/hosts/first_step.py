@@ -20,9 +20,10 @@ BIN = Path(sys.executable).parent
 ONE_EACH = ("srun", "-N2", "--nodelist=n1,n2", "--ntasks-per-node=1", "--exclusive")
 TORCHRUN = (
     f"exec {BIN}/torchrun --nnodes=2 --nproc-per-node=1 --node-rank=$SLURM_NODEID --master-addr=n1 "
-    '--master-port=29511 "$@"'
+    '--master-port=$((20000 + SLURM_JOB_ID)) "$@"'
 )
 PLAIN = """
+import os
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,7 +33,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.randn(4, 8)).sum().backward()
 optimizer.step()
 print("first step", flush=True)
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # torch's own clean-up aborts now and then, which is not what is measured
 """
 TRAINER = """
 import torch
