@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -41,6 +42,7 @@ __all__ = [
     "nearest",
     "own_identity",
     "profiled",
+    "queue_directory",
     "replace_environment",
     "resolve",
     "torchrun_defaults",
@@ -58,6 +60,7 @@ CHECK_VARIABLE = "MANYHANDS_CHECK"
 PLAN_VARIABLE = "MANYHANDS_PLAN"
 PROFILE_VARIABLE = "MANYHANDS_PROFILE"
 GRAPH_VARIABLE = "MANYHANDS_GRAPH"
+QUEUE_VARIABLE = "MANYHANDS_QUEUE"
 RESERVED = IDENTITY_VARIABLES | {
     CONFIG_VARIABLE,
     KEY_FILE_VARIABLE,
@@ -67,6 +70,7 @@ RESERVED = IDENTITY_VARIABLES | {
     PLAN_VARIABLE,
     PROFILE_VARIABLE,
     GRAPH_VARIABLE,
+    QUEUE_VARIABLE,
 }
 MAX_TEXT = 4096
 
@@ -125,6 +129,14 @@ class _Given(NamedTuple):
 def environment() -> dict[str, str]:
     """A copy of this process's environment; other modules call this instead of reading `os.environ`."""
     return dict(os.environ)
+
+
+def queue_directory() -> Path:
+    """Of the jobs of `mh submit`: MANYHANDS_QUEUE, else among the files that programs keep for this user."""
+    if chosen := os.environ.get(QUEUE_VARIABLE):
+        return Path(chosen)
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "manyhands" / "queue"
 
 
 def replace_environment(variables: Mapping[str, str]) -> None:
@@ -222,7 +234,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
             continue
         key = KEYS.get(variable.removeprefix(PREFIX).lower())
         if key is None or variable != variable.upper():
-            known = [PREFIX + name.upper() for name in KEYS] + [CONFIG_VARIABLE, KEY_FILE_VARIABLE]
+            known = [PREFIX + name.upper() for name in KEYS] + [CONFIG_VARIABLE, KEY_FILE_VARIABLE, QUEUE_VARIABLE]
             raise SpecError(
                 f"The environment variable {_clip(variable)} is not a setting of manyhands.",
                 where="the environment",
