@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import functools
 import math
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.interpolate import LinearNDInterpolator, interp1d
 
-from manyhands.scheduler.simulate import TracedJob
+from manyhands.scheduler.simulate import TracedJob, simulate
 
 __all__ = ["HOSTS", "Application", "workload"]
 
@@ -123,3 +124,22 @@ def _interpolator(placed: dict[int, list[tuple[int, float, float]]], scalability
     points += [(int(row["num_nodes"]), int(row["num_replicas"]), *_measured(row)) for row in scalability]
     table = np.array(points)
     return LinearNDInterpolator(table[:, :3], table[:, 3:])
+
+
+def main(folder: Path) -> None:
+    means = []
+    for number in range(1, 5):
+        played = simulate(workload(folder, number), HOSTS, "jct")
+        assert all(job.completion_s is not None for job in played.jobs)
+        means.append(played.mean_completion_s / 3600)
+        ratios = sorted(job.fair_ratio for job in played.jobs)
+        print(
+            f"workload {number}: mean completion {means[-1]:.3f} h; largest multiple of a fair "
+            f"share {ratios[-1]:.2f}, {sum(one > 1.5 for one in ratios)} of {len(ratios)} jobs above 1.5",
+            flush=True,
+        )
+    print(f"mean of the four {sum(means) / len(means):.3f} h")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -95,15 +95,9 @@ def allocate(jobs: Sequence[JobView], hosts: Sequence[int], policy: Policy) -> A
 
 
 @functools.lru_cache(100_000)
-def speed(step_time: StepTime, workers: float, width: int) -> float:
-    """Steps per second on hosts of `width` workers; between whole numbers of workers, a straight line."""
-    if workers < 1:
-        return workers / step_time.at(1, 1)
-    below = math.floor(workers)
-    found = 1.0 / step_time.at(math.ceil(below / width), below)
-    if below != workers:
-        found += (workers - below) * (speed(step_time, below + 1, width) - found)
-    return found
+def speed(step_time: StepTime, workers: int, width: int) -> float:
+    """Steps per second on as few hosts of `width` workers as possible."""
+    return 1.0 / step_time.at(math.ceil(workers / width), workers)
 
 
 def fair_completion_s(job: JobView, width: int, share: float) -> float | None:
@@ -121,13 +115,27 @@ def fair_completion_s(job: JobView, width: int, share: float) -> float | None:
 TINY_SHARE = 1e-3
 
 
+def best_speed(step_time: StepTime, workers: float, width: int) -> float:
+    """Steps per second with at most so many workers; between whole numbers of workers, a straight line."""
+    below, part = math.floor(workers), workers % 1
+    best = _best_speed(step_time, below, width)
+    return best + part * (_best_speed(step_time, below + 1, width) - best) if part else best
+
+
+@functools.lru_cache(100_000)
+def _best_speed(step_time: StepTime, workers: int, width: int) -> float:
+    if workers < 1:
+        return 0.0
+    return max(speed(step_time, workers, width), _best_speed(step_time, workers - 1, width))
+
+
 def _is_behind(job: JobView, width: int, share: float) -> bool:
     """Whether it ends too late even if from now on it has somewhat more than an equal share."""
     fair_s = fair_completion_s(job, width, share)
     if fair_s is None or job.step_time is None or job.steps_left is None:
         return job.workers == 0 and job.age_s > PATIENCE_S
-    best = min(max(CATCH_UP * share, job.least), _hull(job.step_time, job.least, job.most, width)[-1])
-    left_s = job.steps_left / speed(job.step_time, best, width) + (job.start_s if job.workers == 0 else 0.0)
+    most = min(max(CATCH_UP * share, job.least), _hull(job.step_time, job.least, job.most, width)[-1])
+    left_s = job.steps_left / best_speed(job.step_time, most, width) + (job.start_s if job.workers == 0 else 0.0)
     return job.age_s + left_s > BEHIND * fair_s
 
 
