@@ -1,8 +1,9 @@
 """Decides which hosts a job's workers are on. Pure: numbers of workers in, workers per host out.
 
-A job whose size stays is moved only if it is scattered, one that becomes smaller leaves hosts, and one that becomes
-larger moves only onto workers that are free now or that smaller jobs leave: so no two jobs ever wait for each other's
-hosts. Otherwise each gets as few hosts as possible, the largest jobs first. Start reading at `pack`.
+Jobs take their places one after the other, and each needs only workers that are free or that jobs before it leave: so
+no two jobs ever wait for each other's hosts. A job whose size stays is moved only if it is scattered, and one that
+becomes smaller only leaves hosts. Otherwise each gets as few hosts as possible, the largest first. Start reading at
+`pack`.
 """
 
 from __future__ import annotations
@@ -25,25 +26,22 @@ def pack(
     Jobs that are `scattered` are moved to fewer hosts, where there is room, although their size stays.
     """
     assert sum(wanted.values()) <= sum(hosts), "more workers than the hosts have"
-    now = {job: _smaller(where, wanted[job]) for job, where in placed.items() if wanted.get(job)}
-    free = [slots - sum(where[host] for where in now.values()) for host, slots in enumerate(hosts)]
-    missing = {job: number - sum(now.get(job, ())) for job, number in wanted.items()}
-    found: dict[str, Placed] = {job: where for job, where in now.items() if not missing[job]}
-    needed, nowhere = sum(missing.values()), (0,) * len(hosts)
-    for job in sorted((job for job in wanted if missing[job]), key=lambda job: -wanted[job]):
-        needed -= missing[job]
-        found[job] = _larger(wanted[job], now.get(job, nowhere), free, spare=sum(free) - needed)
-        # What it leaves is not free before it has left.
-        taken = (max(0, new - old) for new, old in zip(found[job], now.get(job, nowhere), strict=True))
-        free = [room - number for room, number in zip(free, taken, strict=True)]
-    for job in sorted((job for job in scattered if job in found and found[job] == placed[job]), key=wanted.__getitem__):
-        moved = _place(
-            wanted[job], [room + own for room, own in zip(free, found[job], strict=True)], nowhere, found[job]
-        )
-        if _hosts(moved) < _hosts(found[job]):
-            free = [room - max(0, new - old) for room, new, old in zip(free, moved, found[job], strict=True)]
-            found[job] = moved
+    nowhere = (0,) * len(hosts)
+    found = {job: _smaller(where, wanted[job]) for job, where in placed.items() if wanted.get(job)}
+    free = [slots - sum(where[host] for where in found.values()) for host, slots in enumerate(hosts)]
+    moving = [
+        job for job in scattered if found.get(job) == tuple(placed.get(job, ())) and sum(found[job]) == wanted[job]
+    ]
+    growing = [job for job in wanted if wanted[job] > sum(found.get(job, ()))]
+    for job in [*_largest_first(moving, wanted), *_largest_first(growing, wanted)]:
+        old = found.get(job, nowhere)
+        found[job] = _arrange(wanted[job], old, free)
+        free = [room - new + before for room, new, before in zip(free, found[job], old, strict=True)]
     return {job: found[job] for job in wanted if wanted[job]}
+
+
+def _largest_first(jobs: Sequence[str], wanted: Mapping[str, int]) -> list[str]:
+    return sorted(jobs, key=lambda job: -wanted[job])
 
 
 def _smaller(where: Sequence[int], workers: int) -> Placed:
@@ -55,12 +53,11 @@ def _smaller(where: Sequence[int], workers: int) -> Placed:
     return tuple(left)
 
 
-def _larger(workers: int, now: Placed, free: Sequence[int], *, spare: int) -> Placed:
-    """Its own workers and some that are free: wherever it takes the fewest hosts, if `spare` allows a move."""
-    moved = _place(workers, [room + own for room, own in zip(free, now, strict=True)], (0,) * len(now), now)
-    extended = _place(workers, [room + own for room, own in zip(free, now, strict=True)], now, now)
-    takes = sum(max(0, new - old) for new, old in zip(moved, now, strict=True))
-    return moved if takes <= spare and _hosts(moved) < _hosts(extended) else extended
+def _arrange(workers: int, now: Placed, free: Sequence[int]) -> Placed:
+    """Where it is and some more; or elsewhere, if that takes fewer hosts."""
+    room = [number + own for number, own in zip(free, now, strict=True)]
+    moved, extended = _place(workers, room, (0,) * len(now), now), _place(workers, room, now, now)
+    return moved if _hosts(moved) < _hosts(extended) else extended
 
 
 def _hosts(where: Placed) -> int:

@@ -233,7 +233,6 @@ FEW = {
     "compat": "a folder for each library whose calls are kept",
     "control.security": "keys are handled in one place, so that a review of them reads two files",
     "optim": "`mh.optim` is public, and has these two kinds of optimizers",
-    "planner": "arithmetic only, but for `measure`, which needs torch",
     "testing": "ranks for tests, which no other package imports",
 }
 
