@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.control.run_directory import RunRecord, read_run
-from manyhands.control.session.run_client import query, request_scale, request_stop
+from manyhands.control.session.run_client import request_scale, request_stop
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.scheduler.queue_folder import JobSubmission, QueueFolder, is_locked, script_digest
 from manyhands.scheduler.run_progress import ProgressReport, RunProgress
@@ -85,12 +85,6 @@ class LocalRuns:
 
     def progress(self, job: str) -> ProgressReport | None:
         return self._follow(job).read()
-
-    def workers(self, job: str) -> int:
-        """That a live run has; 0 if it does not answer."""
-        with contextlib.suppress(ManyhandsError, OSError):
-            return sum(member.rank >= 0 for member in query(self._folder.run_dir(job)).members)
-        return 0
 
     def scale(self, job: str, placed: Sequence[int]) -> str | None:
         """Ask its run to change its size; returns why it does not, if so."""

@@ -33,10 +33,11 @@ HOLDING = 1.1
 RUNNING = 2.0
 # A job is served first from when it could no longer end within this multiple of its fair completion time, even with
 # CATCH_UP times its fair share.
-BEHIND, CATCH_UP = 1.3, 1.5
+BEHIND, CATCH_UP = 1.15, 1.5
 # A waiting job whose steps were never measured is behind after this long.
 PATIENCE_S = 600.0
 UNKNOWN_WORK_S = 60.0
+TINY_SHARE = 1e-3
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,14 +106,11 @@ def fair_completion_s(job: JobView, width: int, share: float) -> float | None:
     if job.step_time is None or job.steps is None:
         return None
     before, after = (
-        job.steps / speed(job.step_time, min(max(each, TINY_SHARE), job.most), width)
+        job.steps / best_speed(job.step_time, min(max(each, TINY_SHARE), job.most), width)
         for each in (job.mean_share, share)
     )
     part = max(0.0, job.age_s - job.start_s) / before
     return job.start_s + before if part >= 1.0 else max(job.age_s, job.start_s) + (1.0 - part) * after
-
-
-TINY_SHARE = 1e-3
 
 
 def best_speed(step_time: StepTime, workers: float, width: int) -> float:
@@ -245,17 +243,16 @@ def _grow(
     """The workers that are left, each to the job that gains most by it."""
     given, free = dict(given), total - sum(given.values())
     growing = [one for one in jobs if given[one.job] and not (one.pinned and given[one.job] == one.workers)]
-    weights = {one.job: _weight(one, policy) for one in growing}
+    weights, share = {one.job: _weight(one, policy) for one in growing}, total / max(1, len(jobs))
     while free > 0:
-        best: tuple[tuple[bool, float, int], JobView, int] | None = None
+        best: tuple[tuple[int, float, int], JobView, int] | None = None
         for one in growing:
             found = growths[one.job].next(given[one.job], free)
             if found is None:
                 continue
             size, rate = found
             rate *= weights[one.job] * (HOLDING if size <= one.workers else 1.0)
-            first = one.job in behind and given[one.job] < CATCH_UP * total / len(jobs)
-            rank = (first, rate, -one.order)
+            rank = (_catches_up(one, given[one.job], share, behind), rate, -one.order)
             if best is None or rank > best[0]:
                 best = rank, one, size
         if best is None:
@@ -264,6 +261,11 @@ def _grow(
         free -= size - given[one.job]
         given[one.job] = size
     return given
+
+
+def _catches_up(job: JobView, workers: int, share: float, behind: Sequence[str]) -> int:
+    """A job that is behind is served earlier up to an equal share, less so somewhat above it, and then not at all."""
+    return (workers < share) + (workers < CATCH_UP * share) if job.job in behind else 0
 
 
 # ---- changing only what pays -----------------------------------------------------------------------------------

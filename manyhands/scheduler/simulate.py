@@ -115,14 +115,8 @@ class SimulatedRun:
     def step_s(self) -> float:
         return self.traced.step_s(tuple(filter(None, self.placed)))
 
-    @property
-    def ends_at(self) -> float:
-        """Given that nothing changes; inf while it waits."""
-        if not self.placed:
-            return math.inf
-        return self.pause_until + (self.traced.steps - self.done) * self.step_s
-
     def ends_from(self, now: float) -> float:
+        """When it ends, given that nothing changes; inf while it waits."""
         left = max(0.0, self.traced.steps - self.done)
         return max(now, self.pause_until) + left * self.step_s if self.placed else math.inf
 
