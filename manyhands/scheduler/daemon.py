@@ -192,5 +192,5 @@ class QueueDaemon:
             self._runs.start(action.job, action.placed)
         except RunRefused as refused:
             self._feed(JobEnded(job=action.job, exit_code=None, note=refused.what))
-        except ManyhandsError as error:
-            self._feed(JobEnded(job=action.job, exit_code=None, note=str(error)))
+        except (ManyhandsError, OSError) as error:
+            self._feed(JobEnded(job=action.job, exit_code=None, note=f"cannot be started: {error}"))

@@ -24,6 +24,10 @@ from manyhands.scheduler.run_progress import ProgressReport, RunProgress
 __all__ = ["LocalRuns", "RunRefused", "run_command"]
 
 
+NO_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": ""}
+"""They are not shared out among jobs, and two jobs on one device would not know of each other."""
+
+
 class RunRefused(ManyhandsError):
     """The job cannot be started as it was submitted; the message says why."""
 
@@ -59,7 +63,7 @@ class LocalRuns:
             return subprocess.Popen(
                 command,
                 cwd=submission.folder,
-                env=submission.environment,
+                env={**submission.environment, **NO_ACCELERATORS},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -17,8 +17,8 @@ from manyhands.scheduler.queue_state import QueueAction, QueueEvent, QueueState,
 
 __all__ = ["QueueEntry", "QueueLog"]
 
-# Older events are replaced by the state that they led to.
-MAX_BYTES = 8 * 2**20
+# Older events are replaced by the state that they led to. Every reader replays the rest: a few thousand events.
+MAX_BYTES = 2**19
 
 
 class QueueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

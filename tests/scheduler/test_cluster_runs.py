@@ -46,6 +46,7 @@ def test_jobs_submitted_without_a_daemon_run_when_it_comes_and_bad_ones_do_not_s
         assert [jobs[job]["state"] for job in "1234"] == ["failed", "failed", "done", "done"]
         assert "was changed after the job was submitted" in jobs["2"]["why"]
         assert lines(tmp_path / "ended") == ["a", "b"]
+        assert cluster.queue.submission("3").environment["PATH"] == os.environ["PATH"]
         assert cluster.mh("queue", "--why", "1").startswith("failed with exit code")
         assert "Job 3 has ended: finished" in cluster.mh("cancel", "3", fails=True)
         assert "needs 3 workers or more, and the cluster has 2" in cluster.mh(

@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from manyhands.cli.main import cli
+from manyhands.scheduler.local_runs import run_command
+from manyhands.scheduler.queue_folder import QueueFolder
 
 TEXT = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()
 COMMANDS = re.findall(r"^(mh [^#\n]+)", "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.S)), re.M)
@@ -73,3 +75,19 @@ def test_a_queue_that_others_can_read_is_refused(tmp_path, monkeypatch):
     Path("queue").chmod(0o755)
     done = CliRunner().invoke(cli, ["submit", "--dir", "queue", "train.py"])
     assert "has mode 0755, but must be private" in str(done.exception)
+
+
+def test_a_job_submitted_by_a_worker_is_no_part_of_its_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    monkeypatch.setenv("MANYHANDS_AGENT", "ipc:///nowhere/agent")
+    monkeypatch.setenv("RANK", "3")
+    done = CliRunner().invoke(cli, ["submit", "--dir", "queue", "--exact", "--slices", "8", "train.py", "--lr", "0.1"])
+    assert done.exit_code == 0, done.exception
+    found = QueueFolder(tmp_path / "queue").submission("1")
+    assert "MANYHANDS_AGENT" not in found.environment
+    command = run_command(found, tmp_path / "run", 1, 2)
+    assert command[command.index("--threads") :] == [
+        *("--threads", "2", "--ui", "plain", "--slices", "8", "--exact"),
+        *(str(tmp_path / "train.py"), "--lr", "0.1"),
+    ]

@@ -20,6 +20,7 @@ from manyhands.launcher.machine import num_cores
 from manyhands.scheduler.queue_folder import JobSubmission, QueueFolder, script_digest
 from manyhands.spec.load import environment, flag_name, resolve
 from manyhands.spec.undecodable_names import check_name
+from manyhands.spec.worker_identity import IDENTITY_VARIABLES
 
 __all__ = ["submit"]
 
@@ -76,7 +77,8 @@ def submit(
         digest=script_digest(command.target),
         folder=os.getcwd(),
         python=sys.executable,
-        environment=environ,
+        # What identifies a worker would make the job a part of the run that it was submitted from.
+        environment={name: text for name, text in environ.items() if name not in IDENTITY_VARIABLES},
         submitted_s=time.time(),
     )
     check_name(submission.folder, "The working directory")
