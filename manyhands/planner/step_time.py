@@ -19,7 +19,7 @@ __all__ = ["ObservedSteps", "StepTime", "fit_step_time", "nonnegative_least_squa
 
 # Of the assumption that a term is 0, relative to one observation of the step time. Observations outweigh it; where they
 # leave a choice, computation explains most, then the way between hosts.
-PRIOR_WEIGHTS = (0.02, 0.0, 0.05, 0.005, 0.01)
+PRIOR_WEIGHTS = (0.1, 0.0, 0.1, 0.005, 0.01)
 # Worker seconds of computation, at least, as part of the fastest step that was observed.
 LEAST_COMPUTE = 0.1
 TINY = 1e-12

@@ -51,7 +51,9 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 0
     """That it has now; 0: it waits."""
     pinned: bool = False
-    """Its size was changed less than a minute ago, and stays."""
+    """It is being started or changed, and keeps its size."""
+    recent: bool = False
+    """Its size was changed less than a minute ago, and stays unless the job is behind."""
     step_time: StepTime | None = None
     tried: tuple[int, ...] = ()
     """Sizes that were measured."""
@@ -81,6 +83,7 @@ def allocate(jobs: Sequence[JobView], hosts: Sequence[int], policy: Policy) -> A
     width, total = max(hosts, default=0), sum(hosts)
     share = total / max(1, len(jobs))
     behind = tuple(one.job for one in jobs if _is_behind(one, width, share))
+    jobs = [msgspec.structs.replace(one, pinned=one.pinned or (one.recent and one.job not in behind)) for one in jobs]
     growths = {one.job: _Growth(one, width) for one in jobs}
     given = _grow(jobs, growths, _serve_least(jobs, total, policy, behind), total, policy, behind)
     kept = {one.job for one in jobs if given[one.job] > one.workers > 0 and not _pays(one, given[one.job], width)}

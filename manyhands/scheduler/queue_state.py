@@ -333,7 +333,11 @@ def _decide(state: QueueState, now: float, actions: list[QueueAction]) -> QueueS
     decided = allocate(list(views.values()), state.hosts, state.policy)
     runs = [state.jobs[job] for job in views if state.jobs[job].phase in ("starting", "running")]
     placed = {one.job: one.placed for one in runs}
-    scattered = [one.job for one in runs if not views[one.job].pinned and _is_scattered(one, views[one.job], width)]
+    scattered = [
+        one.job
+        for one in runs
+        if not (views[one.job].pinned or views[one.job].recent) and _is_scattered(one, views[one.job], width)
+    ]
     numbers = {job: number for job, number in decided.workers.items() if number}
     wanted = pack(numbers, placed, state.hosts, scattered)
     jobs = dict(state.jobs)
@@ -344,10 +348,12 @@ def _decide(state: QueueState, now: float, actions: list[QueueAction]) -> QueueS
 
 
 def _is_scattered(job: QueuedJob, view: JobView, width: int) -> bool:
-    """Whether fewer hosts would regain the pause of a move."""
+    """Whether fewer hosts would regain the pause of a move, or were never tried with as many workers."""
     hosts, needed = sum(number > 0 for number in job.placed), -(-job.workers // width)
     if hosts == needed or view.step_time is None:
         return False
+    if all((one.hosts, one.workers) != (needed, job.workers) for one in _measured(job)):
+        return True
     faster = view.step_time.at(hosts, job.workers) / view.step_time.at(needed, job.workers) - 1.0
     return faster * KEEP_SIZE_S > job.rescale_s
 
@@ -377,12 +383,8 @@ def _view(state: QueueState, job: QueuedJob, now: float) -> JobView:
         least=job.least,
         most=min(job.most, sum(state.hosts)),
         workers=job.workers if runs else 0,
-        pinned=runs
-        and (
-            job.phase == "starting"
-            or job.wanted != job.placed
-            or (job.changed_s is not None and now - job.changed_s < KEEP_SIZE_S)
-        ),
+        pinned=runs and (job.phase == "starting" or job.wanted != job.placed),
+        recent=runs and job.changed_s is not None and now - job.changed_s < KEEP_SIZE_S,
         step_time=_model(measured),
         tried=tuple(one.workers for one in measured),
         steps=job.total_steps,
