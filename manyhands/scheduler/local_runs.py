@@ -1,6 +1,6 @@
 """The runs of a queue's jobs on this machine: started, scaled, asked to stop, killed, and observed.
 
-A run is an ordinary `mh run` in a session of its own, which outlives the daemon. Its `alive` file is locked through a
+A run is an ordinary `mh run` in a separate session, which outlives the daemon. Its `alive` file is locked through a
 descriptor that only it has: so whether a job runs is a fact that no crash of the daemon can blur, and a job that runs
 is never started again. How it ended is in its run directory. Start reading at `LocalRuns.start`.
 """

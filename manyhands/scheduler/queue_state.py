@@ -429,7 +429,12 @@ def _carry_out(state: QueueState, now: float, actions: list[QueueAction]) -> Que
     """Give each job what it is to have, as far as its hosts have room. Workers that leave hold their place."""
     for fits in (_is_smaller, _is_other):
         for job in state.unfinished:
-            if job.wanted and job.wanted != job.placed and fits(job) and _has_room(state, job, now):
+            if (
+                job.wanted
+                and job.wanted != job.placed
+                and fits(job)
+                and (_is_smaller(job) or _has_room(state, job, now))
+            ):
                 state = _with(state, _give(job, now, actions))
     return state
 

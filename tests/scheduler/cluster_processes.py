@@ -18,7 +18,7 @@ from manyhands.scheduler.queue_folder import QueueFolder, is_locked
 MH = [sys.executable, "-m", "manyhands.cli.main"]
 WAIT_S = 120.0
 
-# A job without torch: it notes each beginning and each end, and ends when it is told to.
+# A job without torch: it notes each beginning and each end, and ends after the given seconds.
 PLAIN = """
 import os, sys, time
 with open("began", "a") as file: file.write(sys.argv[1] + "\\n")

@@ -17,6 +17,7 @@ import pytest
 from manyhands.events import Resumed
 from manyhands.observe.run_events import read_events
 from manyhands.scheduler.queue_folder import is_locked
+from manyhands.scheduler.queue_state import react
 from tests.scheduler.cluster_processes import MH, PLAIN, RealCluster, environment, real_cluster
 
 
@@ -46,6 +47,11 @@ def test_jobs_submitted_without_a_daemon_run_when_it_comes_and_bad_ones_do_not_s
         assert [jobs[job]["state"] for job in "1234"] == ["failed", "failed", "done", "done"]
         assert "was changed after the job was submitted" in jobs["2"]["why"]
         assert lines(tmp_path / "ended") == ["a", "b"]
+        state, entries = cluster.queue.log.read()
+        for entry in entries:
+            state, actions = react(state, entry.event, entry.at)
+            assert actions == entry.actions, "the same log leads to the same decisions"
+        assert state == cluster.queue.log.load() and len(state.jobs) == 4
         assert cluster.queue.submission("3").environment["PATH"] == os.environ["PATH"]
         assert cluster.mh("queue", "--why", "1").startswith("failed with exit code")
         assert "Job 3 has ended: finished" in cluster.mh("cancel", "3", fails=True)
@@ -137,7 +143,7 @@ def test_a_job_grows_when_it_is_alone_shrinks_for_another_one_and_is_adopted_by_
         cluster.up()
         cluster.mh("submit", "--most", "1", "train.py", "20", "0.1")
         cluster.until(lambda: cluster.jobs()["2"]["state"] == "done", "the short job")
-        assert run_pid(cluster, "1") == pid, "the run that was there goes on"
+        assert run_pid(cluster, "1") == pid, "the run that was there continues"
         assert cluster.jobs()["1"]["starts"] == 1
         cluster.mh("cancel", "1")
         cluster.until(lambda: cluster.jobs()["1"]["state"] == "cancelled", "the end of the long job")

@@ -140,6 +140,18 @@ def test_a_job_that_needs_more_than_the_cluster_has_waits_and_lets_others_pass()
     assert queue.actions == [StartJob(job="1", placed=(8,), number=1)]
 
 
+def test_a_cluster_that_is_opened_with_fewer_workers_takes_them_from_jobs_and_stops_those_that_need_more():
+    queue = Played(4)
+    queue.submit("1", most=4)
+    queue.progress("1", 1, 20, 1.0)
+    queue.progress("1", 2, 60, 0.5)
+    queue.submit("2", least=2, most=2)
+    queue.progress("2", 2, 5, 1.0)
+    queue.feed(ClusterOpened(hosts=(1,), policy="jct"))
+    assert queue.actions == [NotifyJob(job="2"), ScaleJob(job="1", placed=(1,))]
+    assert queue.job("2").why.endswith("waits for a larger cluster")
+
+
 EVENTS = st.lists(
     st.one_of(
         st.builds(
