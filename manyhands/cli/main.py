@@ -43,6 +43,10 @@ COMMANDS = {
     "status": "Show what a run is doing, or did.",
     "logs": "Show the output of a run's workers.",
     "ckpt": "List, verify and export checkpoints.",
+    "cluster": "Serve a queue of jobs on this machine, or simulate one.",
+    "submit": "Put a script into the queue, to be run with as many workers as the cluster gives it.",
+    "queue": "Show the jobs of the queue, and why each has the workers that it has.",
+    "cancel": "Take a job out of the queue; a running one commits a checkpoint and ends.",
     "config": "Show settings with their origin; the schema of config files.",
     "doctor": "Check that this machine can train.",
     "keygen": "Make a key file for runs over several hosts.",
@@ -53,6 +57,7 @@ FOLDERS = {
     "start": ("demo", "run", "chaos", "agent"),
     "explore": ("tune", "profile", "plan", "graph", "check"),
     "runs": ("stop", "scale", "hosts", "status", "logs", "ckpt"),
+    "cluster": ("cluster", "submit", "queue", "cancel"),
     "machine": ("config", "doctor", "keygen"),
 }
 """Commands by subfolder."""

@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -41,6 +42,7 @@ __all__ = [
     "nearest",
     "own_identity",
     "profiled",
+    "queue_directory",
     "replace_environment",
     "resolve",
     "site_file",
@@ -63,6 +65,7 @@ PLACER_VARIABLE = "MANYHANDS_PLACER"
 STATE_VARIABLE = "MANYHANDS_STATE_DIR"
 RESUME_VARIABLE = "MANYHANDS_RESUME"
 """What a user types to resume a run whose agents a placer starts: their own command lines are not what was typed."""
+QUEUE_VARIABLE = "MANYHANDS_QUEUE"
 RESERVED = IDENTITY_VARIABLES | {
     CONFIG_VARIABLE,
     KEY_FILE_VARIABLE,
@@ -75,6 +78,7 @@ RESERVED = IDENTITY_VARIABLES | {
     PLACER_VARIABLE,
     RESUME_VARIABLE,
     STATE_VARIABLE,
+    QUEUE_VARIABLE,
 }
 MAX_TEXT = 4096
 MAX_LINES = 100
@@ -137,6 +141,14 @@ class _Given(NamedTuple):
 def environment() -> dict[str, str]:
     """A copy of this process's environment; other modules call this instead of reading `os.environ`."""
     return dict(os.environ)
+
+
+def queue_directory() -> Path:
+    """Of the jobs of `mh submit`: MANYHANDS_QUEUE, else among the files that programs keep for this user."""
+    if chosen := os.environ.get(QUEUE_VARIABLE):
+        return Path(chosen)
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "manyhands" / "queue"
 
 
 def replace_environment(variables: Mapping[str, str]) -> None:
@@ -257,7 +269,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Given]:
             continue
         key = KEYS.get(variable.removeprefix(PREFIX).lower())
         if key is None or variable != variable.upper():
-            known = [PREFIX + name.upper() for name in KEYS] + [CONFIG_VARIABLE, KEY_FILE_VARIABLE]
+            known = [PREFIX + name.upper() for name in KEYS] + [CONFIG_VARIABLE, KEY_FILE_VARIABLE, QUEUE_VARIABLE]
             raise SpecError(
                 f"The environment variable {_clip(variable)} is not a setting of manyhands.",
                 where="the environment",

@@ -26,12 +26,12 @@ ORDER = [
     "strategies", "parameter_server.engine",
     "control.messages", "control", "control.security", "control.membership", "control.coordinator",
     "control.session", "control.processes", "control.servers", "control.agent",
-    "observe", "launcher.worker_process", "launcher.machine", "launcher.placers", "launcher",
+    "observe", "launcher.worker_process", "launcher.machine", "launcher.placers", "launcher", "scheduler",
     "training.worker", "training.step", "training.setup", "planner.measure", "training.state", "training.elastic",
     "profiling", "dataflow",
     "training.loop", "parameter_server.loop", "parameter_server", "trials", "training", "dispatch",
     "compat", "distribute.train", "distribute", "chaos", "recipes", "cli.common", "cli.machine", "cli.runs",
-    "cli.explore", "cli.start", "cli", "testing",
+    "cli.explore", "cli.start", "cli.cluster", "cli", "testing",
 ]  # fmt: skip
 FLOOR = {name: number for number, name in enumerate(ORDER)}
 
@@ -96,7 +96,19 @@ def test_imports_point_down() -> None:
 def test_the_control_plane_is_without_torch() -> None:
     """`mh status` must not take seconds, and an agent must not need what its workers need: not even through others."""
     allowed = {"manyhands.launcher.worker_process.process_settings"}
-    towers = ("spec", "control", "observe", "launcher", "cli.main", "cli.common", "cli.runs", "planner.memory_peaks")
+    towers = (
+        "spec",
+        "control",
+        "observe",
+        "launcher",
+        "cli.main",
+        "cli.common",
+        "cli.runs",
+        "cli.cluster",
+        "planner.memory_peaks",
+        "planner.step_time",
+        "scheduler",
+    )
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources()}
     names = {one for one in names if f"{one}.".startswith(tuple(f"manyhands.{tower}." for tower in towers))} - allowed
     code = "import importlib, sys; sys.modules['torch'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
@@ -221,7 +233,6 @@ FEW = {
     "compat": "a folder for each library whose calls are kept",
     "control.security": "keys are handled in one place, so that a review of them reads two files",
     "optim": "`mh.optim` is public, and has these two kinds of optimizers",
-    "planner": "arithmetic only, but for `measure`, which needs torch",
     "testing": "ranks for tests, which no other package imports",
 }
 
