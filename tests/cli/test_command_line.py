@@ -105,10 +105,10 @@ def test_flags_that_cannot_go_together_are_refused_before_anything_starts(flags:
     check_flags(resolve(arguments=flags, environ={}), placement)
 
 
-def test_every_flag_of_run_has_its_place_in_the_help_and_there_are_five_examples() -> None:
+def test_every_flag_of_run_has_its_place_in_the_help_and_there_are_seven_examples() -> None:
     names = {option.name for option in run.params}
     assert {name for group in GROUPS.values() for name in group} <= names
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 7
     context = click.Context(run, info_name="mh run")
     text = run.get_help(context)
     assert all(example in text for example in EXAMPLES)

@@ -24,7 +24,15 @@ from manyhands.launcher.launch import describe, launch_command, make_request, pl
 from manyhands.launcher.placers.shell import PlacingOptions, is_elsewhere, start_elsewhere
 from manyhands.recipes import RECIPES
 from manyhands.spec.flag_conflicts import check_flags
-from manyhands.spec.load import RESUME_VARIABLE, Resolved, environment, flag_name, resolve, torchrun_defaults
+from manyhands.spec.load import (
+    RESUME_VARIABLE,
+    Resolved,
+    environment,
+    flag_name,
+    nearest,
+    resolve,
+    torchrun_defaults,
+)
 from manyhands.spec.placement import IGNORED_FLAGS, TORCHRUN_FLAGS
 
 __all__ = ["run"]
@@ -50,8 +58,8 @@ EXAMPLES = {
     "mh run -n 4 --elastic 2:4 train.py": "workers may die; the others continue, and new ones join",
     "mh run -n 2 --strategy sharded train.py": "model and optimizer sharded over the workers (FSDP)",
     "mh run --run-dir runs/a -n 2 train.py": "the same command again resumes a stopped run",
-    "mh run --on slurm -N 4 train.py": "submits a job of four hosts, shows its output; Ctrl-C cancels it",
-    "mh run --hosts a,b:2 train.py": "on two hosts that ssh reaches, two workers on the second",
+    "mh run --on slurm -N 4 --insecure-data-plane train.py": "submits a job of four hosts, and shows its output",
+    "mh run --hosts a,b:2 --insecure-data-plane train.py": "two hosts that ssh reaches, two workers on the second",
 }
 GROUPS = {
     "Workers": ("workers", "strategy", "elastic", "servers", "threads"),
@@ -89,7 +97,9 @@ class RunCommand(click.Command):
             meant = behind_the_script(words, flags_of(self))
             if meant is None:
                 raise
-            close = [flag for flag in error.possibilities or () if flag != "--help"][:1]
+            # Without their dashes: click counts those as letters that agree.
+            word = error.option_name.lstrip("-")
+            close = [flag for flag in error.possibilities or () if flag != "--help" and nearest(word, [flag[2:]])][:1]
             raise UsageError(
                 f"mh run has no flag {error.option_name}. Flags of the script go after it.",
                 where="the command line",
