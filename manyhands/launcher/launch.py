@@ -31,6 +31,7 @@ from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.launcher_tasks import engine_task, refuse_one_run_per_task
 from manyhands.spec.load import (
     CONFIG_VARIABLE,
+    EVALUATE_VARIABLE,
     KEY_FILE_VARIABLE,
     Resolved,
     cluster_task,
@@ -41,6 +42,7 @@ from manyhands.spec.load import (
     torchrun_task,
 )
 from manyhands.spec.placement import Placement, from_cluster, from_cluster_with_servers, from_settings, from_torchrun
+from manyhands.spec.probe_requests import EvaluateOrder
 
 if TYPE_CHECKING:
     from manyhands.control.messages.launch_request import Display
@@ -49,6 +51,7 @@ __all__ = [
     "become_launcher",
     "default_environment",
     "describe",
+    "evaluate_here",
     "how_to_resume",
     "launch_command",
     "make_request",
@@ -312,6 +315,17 @@ def launch_command(request: LaunchRequest, placement: Placement, display: Displa
             return run_agent(request, display)
     finally:
         display.close()
+
+
+def evaluate_here(
+    command: WorkerCommand, flags: Mapping[str, Any], environ: Mapping[str, str], *, as_json: bool
+) -> NoReturn:
+    """Replace this process by the script as an evaluator: its trainer evaluates the run's checkpoints."""
+    call = ["-m", command.target] if command.kind == "module" else [command.target]
+    order = msgspec.json.encode(EvaluateOrder(dict(flags), as_json)).decode()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *call, *command.args], {**environ, EVALUATE_VARIABLE: order})
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from manyhands.cli.common.misplaced_flags import behind_the_script, notes_on_arg
 from manyhands.cli.common.setting_options import BOTH_SPELLINGS, settings_options, take_settings
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import UsageError
-from manyhands.launcher.launch import describe, launch_command, make_request, place, script_command
+from manyhands.launcher.launch import describe, evaluate_here, launch_command, make_request, place, script_command
 from manyhands.recipes import RECIPES
 from manyhands.spec.flag_conflicts import check_flags
 from manyhands.spec.load import environment, flag_name, resolve, torchrun_defaults
@@ -182,6 +182,8 @@ def run(
     if dry_run:
         _print_plan(describe(request, placement, environ), as_json)
         return 0
+    if placement.evaluates:
+        evaluate_here(command, resolved.flags(), request.environment, as_json=as_json)
     return launch_command(request, placement, display_for(resolved, environ, as_json=as_json))
 
 
