@@ -206,6 +206,8 @@ class CheckpointEvaluated(_OfTraining, frozen=True):
     """The call of `fit` in whose place the checkpoint was evaluated."""
     commit: tuple[int, int, int]
     """The checkpoint's place in the order of commits: its generation (two numbers) and its sequence."""
+    digest: str
+    """Of its tensors and step: one that is saved a second time with the same tensors is evaluated once."""
     step_s: float | None = None
     """Median seconds of the training's steps during evaluations, so far; None: the record has none yet."""
     step_alone_s: float | None = None

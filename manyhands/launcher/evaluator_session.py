@@ -75,9 +75,26 @@ class EvaluatorSession(SoloSession):
             self._display = open_display(self._resolved, environment(), solo=True)
         ending.add_run(self)
         os.nice(max(0, NICENESS - os.nice(0)))
-        self._wait_for_start()
+        self.wait_for_start()
         self._lock_fd = _lock(self._path)
         self._say(f"evaluating the checkpoints of {self._path}, beside the training")
+
+    def wait_for_start(self) -> None:
+        """`EnvironmentProblem` if the run's record does not appear in time: no run, or no shared directory."""
+        deadline, waits = time.monotonic() + self.patience.start_s, False
+        while not self._has_begun(self._record()):
+            if not waits:
+                waits = True
+                self._say(f"waiting for the run in {self._path} to begin")
+            if time.monotonic() > deadline:
+                raise EnvironmentProblem(
+                    f"No run began in {self._path} within {self.patience.start_s:g} s, as far as this host can see.",
+                    fix=[
+                        "start the run's other tasks",
+                        "--run-dir (or run_dir=) with a directory that this host shares with the run's first host",
+                    ],
+                )
+            time.sleep(self.patience.poll_s)
 
     def is_over(self) -> bool:
         """Whether the run has finished. `EnvironmentProblem` if it has been down for too long to be resumed."""
@@ -96,22 +113,6 @@ class EvaluatorSession(SoloSession):
                 fix=["resume the run, and start the evaluator again: it evaluates what is left"],
             )
         return False
-
-    def _wait_for_start(self) -> None:
-        deadline, waits = time.monotonic() + self.patience.start_s, False
-        while not self._has_begun(self._record()):
-            if not waits:
-                waits = True
-                self._say(f"waiting for the run in {self._path} to begin")
-            if time.monotonic() > deadline:
-                raise EnvironmentProblem(
-                    f"No run began in {self._path} within {self.patience.start_s:g} s, as far as this host can see.",
-                    fix=[
-                        "start the run's other tasks",
-                        "--run-dir (or run_dir=) with a directory that this host shares with the run's first host",
-                    ],
-                )
-            time.sleep(self.patience.poll_s)
 
     def _has_begun(self, record: RunRecord | None) -> bool:
         """A finished run does not count if the run that this process waits for is to overwrite it."""

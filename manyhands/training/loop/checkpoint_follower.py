@@ -23,17 +23,17 @@ from manyhands.launcher.evaluator_session import EvaluatorSession
 from manyhands.observe.recorder import parse_line, read_events
 from manyhands.observe.tensorboard import SummaryWriter
 from manyhands.training.loop.following_decisions import (
-    StepTimes,
+    SpeedBeside,
     commit_of,
+    digest_of,
     next_checkpoint,
     threads_beside,
-    weights_of,
 )
 from manyhands.training.state.training_state import TrainingState
 from manyhands.training.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from manyhands.training.loop.following_decisions import Commit, Weights
+    from manyhands.training.loop.following_decisions import Commit
 
 __all__ = ["CheckpointFollower"]
 
@@ -53,10 +53,9 @@ class CheckpointFollower:
         assert isinstance(worker.session, EvaluatorSession)
         self._worker, self._training, self._session = worker, training, worker.session
         self._record = _Record(worker.run_dir / "events" / "chief.jsonl", worker.number)
-        self._times = StepTimes()
+        self._times = SpeedBeside()
         self._evaluated = list(_earlier(worker))
         self._after: Commit | None = max((event.commit for event in self._evaluated), default=None)
-        self._weights: Weights | None = None
         self._summaries: SummaryWriter | None = None
 
     def follow(self, call: int, evaluate: Evaluate, is_call_over: Callable[[], bool]) -> list[dict[str, float]]:
@@ -79,10 +78,9 @@ class CheckpointFollower:
         commit = commit_of(found)
         assert commit is not None and found.manifest is not None
         self._after, began_s = commit, time.time()
-        weights = weights_of(found.manifest)
-        if weights == self._weights or not self._load(found):
+        digest = digest_of(found.manifest)
+        if (self._evaluated and digest == self._evaluated[-1].digest) or not self._load(found):
             return
-        self._weights = weights
         self._choose_threads()
         start = time.monotonic()
         results, rows = evaluate()
@@ -99,6 +97,7 @@ class CheckpointFollower:
             seconds=seconds,
             call=call,
             commit=commit,
+            digest=digest,
             step_s=self._times.beside_s,
             step_alone_s=self._times.alone_s,
             training=self._worker.number,

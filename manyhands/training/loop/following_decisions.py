@@ -5,6 +5,7 @@ Plain values in and out; `checkpoint_follower` reads the files. Start reading at
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -12,12 +13,10 @@ from collections.abc import Sequence
 from manyhands.checkpoint.format import Manifest
 from manyhands.checkpoint.reader import Candidate
 
-__all__ = ["Commit", "StepTimes", "Weights", "commit_of", "next_checkpoint", "threads_beside", "weights_of"]
+__all__ = ["Commit", "SpeedBeside", "commit_of", "digest_of", "next_checkpoint", "threads_beside"]
 
 Commit = tuple[int, int, int]
 """A checkpoint's place in the order of commits: generation and sequence."""
-Weights = tuple[int, tuple[str, ...]]
-"""A step and the digests of all tensors: equal for the last save of a `fit` and one just before it."""
 MAX_STEPS = 1000
 MAX_EVALUATIONS = 16
 
@@ -29,9 +28,11 @@ def commit_of(candidate: Candidate) -> Commit | None:
     return *candidate.manifest.generation, candidate.manifest.sequence
 
 
-def weights_of(manifest: Manifest) -> Weights:
+def digest_of(manifest: Manifest) -> str:
+    """Of all tensors: equal for the last save of a `fit` and one just before it, which need one evaluation."""
     shards = manifest.by_shard()
-    return manifest.step, tuple(sorted(entry.sha256 for entry in manifest.files if entry.name in shards))
+    digests = sorted(entry.sha256 for entry in manifest.files if entry.name in shards)
+    return hashlib.sha256(f"{manifest.step} {' '.join(digests)}".encode()).hexdigest()
 
 
 def next_checkpoint(candidates: Sequence[Candidate], after: Commit | None) -> Candidate | None:
@@ -49,7 +50,7 @@ def threads_beside(cores: int, used: int) -> int:
     return max(1, cores - used)
 
 
-class StepTimes:
+class SpeedBeside:
     """How long the training's steps take while an evaluation computes, and at other times."""
 
     def __init__(self) -> None:

@@ -1,0 +1,184 @@
+"""An evaluator beside a training: which checkpoint is next, what it costs, when it gives up; and a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from manyhands.checkpoint.format import Manifest, StepName
+from manyhands.checkpoint.reader import Candidate
+from manyhands.control.run_directory import RunDirectory
+from manyhands.errors import EnvironmentProblem
+from manyhands.events import CheckpointEvaluated
+from manyhands.launcher.evaluator_session import EvaluatorSession, Patience
+from manyhands.observe.recorder import read_events
+from manyhands.observe.run_status import look_at
+from manyhands.spec.load import resolve
+from manyhands.training.loop.following_decisions import SpeedBeside, next_checkpoint, threads_beside
+from tests.parameter_server.runs.test_ps_tasks import free_addresses
+
+BRIEF = Patience(start_s=0.0, resume_s=0.0, poll_s=0.01)
+
+
+def candidate(step: int, attempt: int, sequence: int) -> Candidate:
+    facts = {"epoch": 0, "world_size": 1, "slices": 1, "files": [], "tensors": {}, "model": "0" * 64}
+    manifest = Manifest(run="r", generation=(attempt, 1), sequence=sequence, step=step, **facts)
+    return Candidate(Path(f"step-{step:08d}"), StepName(step), manifest)
+
+
+def test_checkpoints_are_evaluated_in_the_order_of_their_commits() -> None:
+    first, second, again = candidate(10, 1, 1), candidate(20, 1, 2), candidate(15, 2, 3)
+    torn = Candidate(Path("step-00000030"), StepName(30), None)
+    found = [again, torn, second, first]
+    assert next_checkpoint(found, None) is first
+    assert next_checkpoint(found, (1, 1, 1)) is second
+    assert next_checkpoint([again, second], None) is second  # retention has removed the first
+    assert next_checkpoint(found, (1, 1, 2)) is again  # of an earlier step: the run was resumed
+    assert next_checkpoint(found, (2, 1, 3)) is None
+
+
+def test_an_evaluator_leaves_the_training_its_cores() -> None:
+    assert [threads_beside(8, used) for used in (2, 7, 8, 16)] == [6, 1, 1, 1]
+
+
+def test_steps_during_an_evaluation_are_told_from_the_others() -> None:
+    speed = SpeedBeside()
+    assert speed.beside_s is None and speed.alone_s is None
+    speed.evaluated(100.0, 110.0)
+    for ended_s, took_s in ((99.0, 1.0), (100.5, 1.0), (105.0, 3.0), (110.5, 1.0), (112.0, 1.5), (120.0, 0.0)):
+        speed.add(ended_s, took_s)
+    assert (speed.beside_s, speed.alone_s) == (1.0, 1.25)
+
+
+def session(folder: Path, **flags: Any) -> EvaluatorSession:
+    return EvaluatorSession(resolve(flags=flags, environ={}), folder, BRIEF)
+
+
+def test_a_directory_that_is_not_shared_is_said_in_bounded_time(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"No run began in .*/run within 0 s") as raised:
+        session(tmp_path / "run").wait_for_start()
+    assert "a directory that this host shares" in raised.value.fix[1]
+
+
+def test_a_run_that_stopped_is_followed_until_nothing_resumes_it(tmp_path: Path) -> None:
+    folder = RunDirectory.adopt(tmp_path, False)
+    beside = session(tmp_path)
+    assert not beside.is_over()
+    folder.mark("stopped", 75)
+    assert not beside.is_over()
+    folder.mark("running")
+    assert not beside.is_over()
+    folder.mark("failed", 1)
+    assert not beside.is_over()
+    with pytest.raises(EnvironmentProblem, match=r"is down \(failed\), and was not resumed within 0 s"):
+        beside.is_over()
+    folder.mark("finished", 0)
+    assert beside.is_over()
+    folder.release()
+
+
+def test_a_finished_run_that_is_to_be_overwritten_has_not_begun(tmp_path: Path) -> None:
+    folder = RunDirectory.adopt(tmp_path, False)
+    folder.mark("finished", 0)
+    os.utime(tmp_path / "run.json", (1, 1))
+    session(tmp_path).wait_for_start()
+    with pytest.raises(EnvironmentProblem, match="No run began"):
+        session(tmp_path, overwrite=True).wait_for_start()
+    folder.release()
+
+
+SCRIPT = """
+import json, time, torch, manyhands as mh
+class Pace:
+    def after_step(self, trainer, step, stats):
+        time.sleep(0.03)
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+def error(model, batch):
+    return (model(batch[0]) - batch[1]).abs().squeeze(1)
+x = torch.linspace(-1, 1, 8 * 96).reshape(96, 8)
+y = x.sum(1, keepdim=True)
+trainer = mh.Trainer(
+    lambda: torch.nn.Linear(8, 1), loss, lambda params: torch.optim.SGD(params, lr=0.01), mh.Mirrored(),
+    metrics={"error": error}, hooks=[Pace()], run_dir="run", slices=2,
+)
+history = trainer.fit(
+    (x[:64], y[:64]), epochs=40, batch_size=16, validation=(x[64:], y[64:]),
+    checkpoint=mh.Checkpoints(every_steps=8, keep_last=2),
+)
+trainer.save("model.safetensors")
+print(json.dumps([trainer.is_chief, trainer.step, history]))
+"""
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"no {what} in {timeout_s:g} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.long
+@pytest.mark.faults
+def test_the_evaluator_of_a_cluster_follows_a_run_through_its_own_death_and_that_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    cluster = {"worker": free_addresses(2)}
+    started: list[subprocess.Popen[str]] = []
+
+    def start(job: str, index: int, *command: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "MANYHANDS_UI": "plain"}
+        environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+        words = [sys.executable, *command, "train.py"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(words, cwd=tmp_path, env=environ, **pipes))
+        return started[-1]
+
+    def evaluated() -> list[CheckpointEvaluated]:
+        events = read_events(tmp_path / "run" / "events" / "evaluator.jsonl")
+        return [event for event in events if isinstance(event, CheckpointEvaluated)]
+
+    try:
+        killed = start("evaluator", 0, "-m", "manyhands.cli.main", "run", "-n", "1", "--elastic", "1:2")
+        workers = [start("worker", 0), start("worker", 1)]
+        until(lambda: len(evaluated()) >= 2, "two evaluated checkpoints")
+        killed.kill()
+        killed.communicate(timeout=60)
+        seen = len(evaluated())
+        evaluator = start("evaluator", 0)  # by hand, as `python train.py`
+        until(lambda: len(evaluated()) > seen, "more of them")
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        assert [worker.wait(60) for worker in workers] == [75, 75]
+        workers = [start("worker", 0), start("worker", 1)]
+        assert [worker.wait(60) for worker in workers] == [0, 0]
+        output, errors = evaluator.communicate(timeout=60)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+    assert evaluator.returncode == 0, errors
+    is_chief, step, rows = json.loads(output)
+    assert (is_chief, step) == (False, 160)
+    assert rows == [{"step": e.step, **{f"val_{name}": v for name, v in e.results.items()}} for e in evaluated()]
+    assert len({event.commit for event in evaluated()}) == len(rows)  # none twice, whoever was killed
+    trained = {
+        row["step"]: row for row in msgspec.json.decode((tmp_path / "run/calls/0001-fit.json").read_bytes())["result"]
+    }
+    both = [row for row in rows if row["step"] in trained]
+    assert rows[-1]["step"] == 160 and len(both) >= 3
+    for row in both:
+        assert [row["val_loss"], row["val_error"]] == [trained[row["step"]][name] for name in ("val_loss", "val_error")]
+    last = look_at(tmp_path / "run", ask=False).evaluator
+    assert last is not None and last.step == 160 and last.rows == 32 and last.step_alone_s is not None
+    assert "the run is down" in errors and (tmp_path / "model.safetensors").exists()
