@@ -128,6 +128,48 @@ def until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None
         time.sleep(0.05)
 
 
+OWN_LOOP = """
+import torch, manyhands as mh
+hands = mh.join()
+"""
+
+
+def mh(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "manyhands.cli.main", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.long
+def test_a_run_is_evaluated_and_exported_beside_its_training_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "loop.py").write_text(OWN_LOOP)
+    training = [sys.executable, "-m", "manyhands.cli.main", "run", "--ui", "none", "-n", "2", "train.py"]
+    with subprocess.Popen(training, cwd=tmp_path, stdout=subprocess.DEVNULL) as run:
+        until((tmp_path / "run" / "run.json").exists, "run")
+        evaluating = [*training[:3], "evaluate", "--json", "run", "train.py"]
+        with subprocess.Popen(evaluating, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as beside:
+            assert beside.stdout is not None
+            assert '"event":"CheckpointEvaluated","step":0,' in beside.stdout.readline()
+            assert run.poll() is None
+            exported = mh(tmp_path, "ckpt", "export", "run", "-o", "live.safetensors", "--json")
+            second = mh(tmp_path, "evaluate", "run", "train.py")
+            *lines, history = beside.stdout.read().splitlines()
+        assert run.wait(60) == 0
+    assert exported.returncode == 0 and (tmp_path / "live.safetensors").exists(), exported.stderr
+    assert second.returncode == 2 and "Another process evaluates the checkpoints of" in second.stderr
+    assert (beside.returncode, json.loads(history)[:2], json.loads(lines[-1])["step"]) == (0, [False, 160], 160)
+
+    loop = mh(tmp_path, "evaluate", "run", "loop.py")
+    assert loop.returncode == 2 and "This script has its own training loop" in loop.stderr
+
+    (tmp_path / "run" / "events" / "evaluator.jsonl").unlink()
+    oldest, *_ = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    (oldest / "state.json").write_bytes(b"torn")
+    again = mh(tmp_path, "evaluate", "run", "train.py")
+    assert again.returncode == 0 and "was not evaluated: " in again.stderr
+    assert json.loads(again.stdout)[2][-1] == json.loads(history)[2][-1]
+
+
 @pytest.mark.long
 @pytest.mark.faults
 def test_the_evaluator_of_a_cluster_follows_a_run_through_its_own_death_and_that_of_the_run(tmp_path: Path) -> None:
