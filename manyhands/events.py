@@ -203,7 +203,7 @@ class CheckpointEvaluated(_OfTraining, frozen=True):
     seconds: float
     """For the evaluation, without loading the checkpoint."""
     call: int
-    """The call of `fit` in whose place the checkpoint was evaluated."""
+    """The call of the script in which the checkpoint was taken."""
     commit: tuple[int, int, int]
     """The checkpoint's place in the order of commits: its generation (two numbers) and its sequence."""
     digest: str

@@ -51,13 +51,18 @@ def test_an_evaluator_leaves_the_training_its_cores() -> None:
     assert [threads_beside(8, used) for used in (2, 7, 8, 16)] == [6, 1, 1, 1]
 
 
-def test_steps_during_an_evaluation_are_told_from_the_others() -> None:
+def test_steps_during_an_evaluation_are_counted_separately() -> None:
     speed = SpeedBeside()
-    assert speed.beside_s is None and speed.alone_s is None
     speed.evaluated(100.0, 110.0)
-    for ended_s, took_s in ((99.0, 1.0), (100.5, 1.0), (105.0, 3.0), (110.5, 1.0), (112.0, 1.5), (120.0, 0.0)):
-        speed.add(ended_s, took_s)
-    assert (speed.beside_s, speed.alone_s) == (1.0, 1.25)
+    for ended_s in (99.0, 100.1, 111.0, 112.0):
+        speed.add(ended_s, 1.0)
+    for ended_s in (100.9, 103.0, 106.0, 110.1):
+        speed.add(ended_s, 1.5)
+    speed.add(105.0, 0.0)  # measured by no clock
+    assert speed.beside_s is None and speed.alone_s is None  # of four steps each, one could decide
+    speed.add(120.0, 12.0)  # in part beside
+    speed.add(108.0, 4.0)
+    assert (speed.beside_s, speed.alone_s) == (1.5, 1.0)
 
 
 def session(folder: Path, **flags: Any) -> EvaluatorSession:
@@ -117,7 +122,7 @@ history = trainer.fit(
     checkpoint=mh.Checkpoints(every_steps=8, keep_last=2),
 )
 trainer.save("model.safetensors")
-print(json.dumps([trainer.is_chief, trainer.step, history]))
+print(json.dumps([trainer.is_chief, trainer.step, history, trainer.evaluate((x[64:], y[64:]), batch_size=16)]))
 """
 
 
@@ -161,6 +166,9 @@ def test_a_run_is_evaluated_and_exported_beside_its_training_by_hand(tmp_path: P
 
     loop = mh(tmp_path, "evaluate", "run", "loop.py")
     assert loop.returncode == 2 and "This script has its own training loop" in loop.stderr
+
+    once_more = mh(tmp_path, "evaluate", "run", "train.py")  # evaluates nothing, and still ends with the last weights
+    assert once_more.stdout.splitlines()[-1] == history and "checkpoint of step" not in once_more.stderr
 
     (tmp_path / "run" / "events" / "evaluator.jsonl").unlink()
     oldest, *_ = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -210,7 +218,7 @@ def test_the_evaluator_of_a_cluster_follows_a_run_through_its_own_death_and_that
             process.communicate()
 
     assert evaluator.returncode == 0, errors
-    is_chief, step, rows = json.loads(output)
+    is_chief, step, rows, at_the_end = json.loads(output)
     assert (is_chief, step) == (False, 160)
     assert rows == [{"step": e.step, **{f"val_{name}": v for name, v in e.results.items()}} for e in evaluated()]
     assert len({event.commit for event in evaluated()}) == len(rows)  # none twice, whoever was killed
@@ -219,6 +227,7 @@ def test_the_evaluator_of_a_cluster_follows_a_run_through_its_own_death_and_that
     }
     both = [row for row in rows if row["step"] in trained]
     assert rows[-1]["step"] == 160 and len(both) >= 3
+    assert at_the_end == {name: rows[-1][f"val_{name}"] for name in ("loss", "error")}
     for row in both:
         assert [row["val_loss"], row["val_error"]] == [trained[row["step"]][name] for name in ("val_loss", "val_error")]
     last = look_at(tmp_path / "run", ask=False).evaluator

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from manyhands.checkpoint.reader import Candidate, open_checkpoint, scan
+from manyhands.checkpoint.reader import Candidate, Stored, open_checkpoint, scan
 from manyhands.control.run_directory import read_run
 from manyhands.errors import CheckpointCorrupt, CheckpointTooNew
 from manyhands.events import CheckpointEvaluated, Event, RunStarted, StepDone
@@ -56,30 +56,56 @@ class CheckpointFollower:
         self._times = SpeedBeside()
         self._evaluated = list(_earlier(worker))
         self._after: Commit | None = max((event.commit for event in self._evaluated), default=None)
+        self._shown = ""
+        """The digest of the weights that the model has."""
         self._summaries: SummaryWriter | None = None
 
     def follow(self, call: int, evaluate: Evaluate, is_call_over: Callable[[], bool]) -> list[dict[str, float]]:
         """Evaluate what the run commits, until the call or the run has ended; a row for each, as in a history.
 
-        A run that is stopped, killed or resumed is still followed.
+        A run that is stopped, killed or resumed is still followed. Afterwards the model has the call's last weights.
         """
         while True:
             is_over = is_call_over() or self._session.is_over()  # before looking: a last checkpoint precedes the end
-            found = next_checkpoint(scan(self._worker.home / "checkpoints"), self._after)
-            if found is not None:
-                self._take(found, call, evaluate)
+            found = next_checkpoint(self._on_disk(), self._after)
+            stored = self._open(found) if found is not None else None
+            if stored is not None and _call_of(stored) > call:
+                break  # the next call of `fit` takes it
+            if stored is not None:
+                self._take(stored, evaluate)
+            elif found is not None and found.manifest is not None:
+                self._after = commit_of(found.manifest)
             elif is_over:
-                self._close()
-                return [_row(event) for event in self._evaluated if event.call == call]
+                break
             else:
                 time.sleep(self._session.patience.poll_s)
+        self._close()
+        self._end_with_weights_of(call)
+        return [_row(event) for event in self._evaluated if event.call == call]
 
-    def _take(self, found: Candidate, call: int, evaluate: Evaluate) -> None:
-        commit = commit_of(found)
-        assert commit is not None and found.manifest is not None
-        self._after, began_s = commit, time.time()
-        digest = digest_of(found.manifest)
-        if (self._evaluated and digest == self._evaluated[-1].digest) or not self._load(found):
+    def _on_disk(self) -> list[Candidate]:
+        return scan(self._worker.home / "checkpoints")
+
+    def _open(self, found: Candidate) -> Stored | None:
+        return self._read(found.path, lambda: open_checkpoint(found.path))
+
+    def _read(self, path: Path, read: Callable[[], Stored]) -> Stored | None:
+        """None for a checkpoint that is gone or damaged, which is said."""
+        try:
+            return read()
+        except CheckpointTooNew:
+            raise
+        except (CheckpointCorrupt, OSError) as error:
+            why = str(error) if path.exists() else "the run removed it, to keep only its newest ones."
+            self._worker.events.warn(f"{path.name} was not evaluated: {why}")
+            return None
+
+    def _take(self, stored: Stored, evaluate: Evaluate) -> None:
+        manifest, digest, began_s = stored.manifest, digest_of(stored.manifest), time.time()
+        self._after = commit_of(manifest)
+        if self._evaluated and digest == self._evaluated[-1].digest:
+            return
+        if self._show(stored) is None:
             return
         self._choose_threads()
         start = time.monotonic()
@@ -91,12 +117,12 @@ class CheckpointFollower:
                 self._times.add(event.time_s, event.took_s)
         done = CheckpointEvaluated(
             time_s=time.time(),
-            step=found.manifest.step,
+            step=manifest.step,
             results=results,
             rows=rows,
             seconds=seconds,
-            call=call,
-            commit=commit,
+            call=_call_of(stored),
+            commit=self._after,
             digest=digest,
             step_s=self._times.beside_s,
             step_alone_s=self._times.alone_s,
@@ -106,20 +132,34 @@ class CheckpointFollower:
         self._worker.events.emit(done)
         self._summarise(done)
 
-    def _load(self, found: Candidate) -> bool:
-        """Load the weights; False for a checkpoint that is gone or damaged, which is said."""
-        assert found.manifest is not None
-        try:
-            self._training.show(open_checkpoint(found.path))
-        except CheckpointTooNew:
-            raise
-        except (CheckpointCorrupt, OSError) as error:
-            was_removed = not found.path.exists()
-            why = "the run removed it, to keep only its newest ones" if was_removed else str(error)
-            self._worker.events.warn(f"The checkpoint of step {found.manifest.step} was not evaluated: {why}.")
-            return False
-        self._training.progress.step = found.manifest.step
-        return True
+    def _show(self, stored: Stored) -> Stored | None:
+        """Load the weights, which the run may remove at any moment: None if it has."""
+
+        def load() -> Stored:
+            self._training.show(stored)
+            return stored
+
+        if self._read(stored.path, load) is None:
+            return None
+        self._training.progress.step = stored.manifest.step
+        self._shown = digest_of(stored.manifest)
+        return stored
+
+    def _end_with_weights_of(self, call: int) -> None:
+        """What the script does next is about these, also if an earlier process evaluated them."""
+        last = next((event for event in reversed(self._evaluated) if event.call <= call), None)
+        if last is not None and last.digest == self._shown:
+            return
+        opened = (stored for one in self._on_disk() if one.manifest and (stored := self._open(one)) is not None)
+        on_disk = sorted(opened, key=lambda one: last is None or digest_of(one.manifest) != last.digest)
+        shown = next((stored for stored in on_disk if self._show(stored) is not None), None)
+        if shown is None:
+            raise CheckpointCorrupt(f"No checkpoint of {self._worker.home} is left that can be read.")
+        if last is None or self._shown != last.digest:
+            wanted = f"of step {last.step}" if last is not None else "of this call"
+            self._worker.events.warn(
+                f"The weights {wanted} are gone: the script continues with those of step {shown.manifest.step}."
+            )
 
     def _choose_threads(self) -> None:
         """Leave the cores of a training on this host to it, unless the user has set a number of threads."""
@@ -147,6 +187,11 @@ def _earlier(worker: Worker) -> Iterator[CheckpointEvaluated]:
     for event in read_events(worker.run_dir / "events" / "evaluator.jsonl"):
         if isinstance(event, CheckpointEvaluated) and event.training == worker.number:
             yield event
+
+
+def _call_of(stored: Stored) -> int:
+    """The call of `fit` in which the checkpoint was taken."""
+    return int(stored.state["progress"]["call"])
 
 
 def _row(event: CheckpointEvaluated) -> dict[str, float]:

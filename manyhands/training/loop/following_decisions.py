@@ -17,15 +17,13 @@ __all__ = ["Commit", "SpeedBeside", "commit_of", "digest_of", "next_checkpoint",
 
 Commit = tuple[int, int, int]
 """A checkpoint's place in the order of commits: generation and sequence."""
+MIN_STEPS = 5
 MAX_STEPS = 1000
 MAX_EVALUATIONS = 16
 
 
-def commit_of(candidate: Candidate) -> Commit | None:
-    """None for a directory without a readable manifest."""
-    if candidate.manifest is None:
-        return None
-    return *candidate.manifest.generation, candidate.manifest.sequence
+def commit_of(manifest: Manifest) -> Commit:
+    return *manifest.generation, manifest.sequence
 
 
 def digest_of(manifest: Manifest) -> str:
@@ -41,7 +39,8 @@ def next_checkpoint(candidates: Sequence[Candidate], after: Commit | None) -> Ca
     In the order of commits, not of steps: a resumed run may commit a step a second time. An evaluator that is slower
     than the training loses what retention removes, and so is never further behind than the checkpoints on disk.
     """
-    newer = [(commit, one) for one in candidates if (commit := commit_of(one)) and (after is None or commit > after)]
+    known = [(commit_of(one.manifest), one) for one in candidates if one.manifest is not None]
+    newer = [pair for pair in known if after is None or pair[0] > after]
     return min(newer, key=lambda pair: pair[0])[1] if newer else None
 
 
@@ -65,13 +64,19 @@ class SpeedBeside:
         """Count a step by its wall clock. One that was measured by no clock does not count."""
         if took_s <= 0:
             return
-        is_beside = any(began < ended_s and ended_s - took_s < end for began, end in self._evaluations)
+        middle_s = ended_s - took_s / 2  # of any overlap, long steps would have more than their share
+        is_beside = any(began <= middle_s <= end for began, end in self._evaluations)
         (self._beside if is_beside else self._alone).append(took_s)
 
     @property
     def beside_s(self) -> float | None:
-        return statistics.median(self._beside) if self._beside else None
+        return _median(self._beside)
 
     @property
     def alone_s(self) -> float | None:
-        return statistics.median(self._alone) if self._alone else None
+        return _median(self._alone)
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    """None of so few steps that one unusual step decides."""
+    return statistics.median(seconds) if len(seconds) >= MIN_STEPS else None
