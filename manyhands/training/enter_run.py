@@ -8,6 +8,7 @@ return. Start reading at `enter`.
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def _evaluating_worker(chosen: StrategyChoice, order: EvaluateOrder, arguments: 
     if kind != "Trainer":
         task = _task_of(chosen) or load.cluster_task(load.environment())
         if task is not None and not task.trains:  # as the other tasks that do not train
+            print("This script has its own loop, so its evaluator waits for the end of the run.", file=sys.stderr)
             raise SystemExit(launch.wait_for_end(task.chief_address))
         raise UsageError(
             "This script has its own training loop, so it is not known how to evaluate its checkpoints.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from manyhands.checkpoint.reader import Candidate, Stored, open_checkpoint, scan
 from manyhands.control.run_directory import read_run
-from manyhands.errors import CheckpointCorrupt, CheckpointTooNew
+from manyhands.errors import CheckpointCorrupt, CheckpointTooNew, UsageError
 from manyhands.events import CheckpointEvaluated, Event, RunStarted, StepDone
 from manyhands.launcher.evaluator_session import EvaluatorSession
 from manyhands.observe.recorder import parse_line, read_events
@@ -211,9 +212,11 @@ class _Record:
         """Of all workers of the run; None if its chief is on another host, or has not recorded its start yet."""
         if self._started is None:
             self._note_start(self._first_lines())
-        if self._started is None or read_run(self._path.parent.parent).host != os.uname().nodename:
+        try:
+            is_here = read_run(self._path.parent.parent).host == socket.gethostname()
+        except UsageError:  # for a moment, on a file system of several hosts
             return None
-        return self._started.workers * self._started.threads
+        return self._started.workers * self._started.threads if is_here and self._started is not None else None
 
     def new_events(self) -> list[Event]:
         try:
