@@ -13,6 +13,7 @@ import msgspec
 from manyhands.exact_json import numbers_to_text
 
 __all__ = [
+    "CheckpointEvaluated",
     "CheckpointFailed",
     "CheckpointSaved",
     "CopiesDiverged",
@@ -193,6 +194,26 @@ class Evaluated(_OfTraining, frozen=True):
     rows: int
 
 
+class CheckpointEvaluated(_OfTraining, frozen=True):
+    """A process beside the training evaluated a checkpoint; recorded in a file of that process."""
+
+    step: int
+    results: dict[str, float]
+    rows: int
+    seconds: float
+    """For the evaluation, without loading the checkpoint."""
+    call: int
+    """The call of the script in which the checkpoint was taken."""
+    commit: tuple[int, int, int]
+    """The checkpoint's place in the order of commits: its generation (two numbers) and its sequence."""
+    digest: str
+    """Of its tensors and step: one that is saved a second time with the same tensors is evaluated once."""
+    step_s: float | None = None
+    """Median seconds of the training's steps during evaluations, so far; None: the record has none yet."""
+    step_alone_s: float | None = None
+    """The same of its other steps."""
+
+
 class Logged(_OfTraining, frozen=True):
     """Values logged by the user's code."""
 
@@ -364,6 +385,7 @@ Event = (
     | PipelineTimed
     | EpochDone
     | Evaluated
+    | CheckpointEvaluated
     | Validated
     | Logged
     | ResourcesUsed

@@ -36,6 +36,7 @@ COMMANDS = {
     "graph": "Draw the data-flow graph of a script's model.",
     "check": "Compare a script's result under every layout with that of one process.",
     "chaos": "Inject random faults into a script's run, and report how it recovered.",
+    "evaluate": "Evaluate a run's checkpoints beside its training.",
     "agent": "Add this host to a run that waits for more hosts.",
     "stop": "Ask a live run to commit a checkpoint and end.",
     "scale": "Ask a live elastic run for more or fewer workers.",
@@ -54,7 +55,7 @@ COMMANDS = {
 """Every command with its one-line help; each is a function in the module of the same name."""
 
 FOLDERS = {
-    "start": ("demo", "run", "chaos", "agent"),
+    "start": ("demo", "run", "chaos", "evaluate", "agent"),
     "explore": ("tune", "profile", "plan", "graph", "check"),
     "runs": ("stop", "scale", "hosts", "status", "logs", "ckpt"),
     "cluster": ("cluster", "submit", "queue", "cancel"),

@@ -32,7 +32,10 @@ class Server:
         return f"{address[0]}:{address[1]}" if address else ""
 
     def join(self) -> int:
-        """Wait for the end of the run, as a ps or evaluator task does under the mirrored strategies. Returns 0."""
+        """Wait for the end of the run, as a ps task does under the mirrored strategies. Returns 0.
+
+        An evaluator that joins only waits, too: one that passes this to its strategy evaluates each checkpoint.
+        """
         if self.task.trains:
             raise UsageError(
                 f"Task {self.task.job} {self.task.index} trains, so it cannot only wait.",

@@ -43,6 +43,7 @@ from manyhands.spec.addresses import Address
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import (
     CONFIG_VARIABLE,
+    EVALUATE_VARIABLE,
     KEY_FILE_VARIABLE,
     Resolved,
     cluster_task,
@@ -60,6 +61,7 @@ from manyhands.spec.placement import (
     from_settings,
     from_torchrun,
 )
+from manyhands.spec.probe_requests import EvaluateOrder
 from manyhands.spec.seat import Seat
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ __all__ = [
     "become_launcher",
     "default_environment",
     "describe",
+    "evaluate_here",
     "host_seat",
     "how_to_resume",
     "launch_command",
@@ -328,6 +331,7 @@ def describe(request: LaunchRequest, placement: Placement, environ: Mapping[str,
         "elastic": request.elastic,
         "ranks": None if first is None else list(range(first, first + placement.workers)),
         "trains": placement.trains,
+        "evaluates": placement.evaluates,
         "threads": request.threads or max(1, this_machine(environ).cores // max(1, placement.workers)),
         "run_dir": request.run_dir,
         "command": msgspec.to_builtins(request.command),
@@ -394,6 +398,17 @@ def launch_command(request: LaunchRequest, placement: Placement, display: Displa
             return run_agent(request, display)
     finally:
         display.close()
+
+
+def evaluate_here(
+    command: WorkerCommand, flags: Mapping[str, Any], environ: Mapping[str, str], *, as_json: bool
+) -> NoReturn:
+    """Replace this process by the script as an evaluator: its trainer evaluates the run's checkpoints."""
+    call = ["-m", command.target] if command.kind == "module" else [command.target]
+    order = msgspec.json.encode(EvaluateOrder(dict(flags), as_json)).decode()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *call, *command.args], {**environ, EVALUATE_VARIABLE: order})
 
 
 @contextlib.contextmanager

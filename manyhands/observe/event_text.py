@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from manyhands.events import (
+    CheckpointEvaluated,
     CheckpointFailed,
     CheckpointSaved,
     Divided,
@@ -43,6 +44,7 @@ __all__ = [
     "count",
     "details_of",
     "duration",
+    "evaluated_beside",
     "line_of",
     "results",
     "size",
@@ -205,6 +207,8 @@ def _line_of(event: Event, *, elapsed_s: float | None) -> str | None:
             return f"{what} step {event.step}  {results(found)}".rstrip()
         case Evaluated():
             return f"evaluated {_many(event.rows, 'example')} at step {event.step}  {results(event.results)}".rstrip()
+        case CheckpointEvaluated():
+            return f"checkpoint of step {event.step}  {evaluated_beside(event)}"
         case Logged():
             return f"logged at step {event.step}  {results(event.values)}".rstrip()
         case CheckpointSaved():
@@ -226,6 +230,20 @@ def _line_of(event: Event, *, elapsed_s: float | None) -> str | None:
         case RunEnded():
             return _ended(event, elapsed_s)
     return None
+
+
+def evaluated_beside(event: CheckpointEvaluated) -> str:
+    """The results of an evaluation beside the training, and the throughput of both."""
+    speed = f"{_many(event.rows, 'example')}, {count(event.rows / max(event.seconds, 1e-9))} a second"
+    beside = ""
+    if event.step_s is not None:
+        beside = f"; training's steps take {_brief(event.step_s)} meanwhile"
+        beside += f", {_brief(event.step_alone_s)} otherwise" if event.step_alone_s is not None else ""
+    return f"{results(event.results)}  ({speed}{beside})"
+
+
+def _brief(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def slow_line(event: Straggler) -> str:

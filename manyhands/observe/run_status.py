@@ -22,6 +22,7 @@ from manyhands.control.messages.status_messages import MemberStatus, ServerStatu
 from manyhands.control.run_directory import RunRecord, read_run
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.events import (
+    CheckpointEvaluated,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -36,7 +37,7 @@ from manyhands.events import (
 from manyhands.observe.recorder import parse_line
 from manyhands.spec.undecodable_names import readable
 
-__all__ = ["RunStatus", "SavedCheckpoint", "all_runs", "attempts_of", "find_run", "look_at"]
+__all__ = ["RunStatus", "SavedCheckpoint", "all_runs", "attempts_of", "find_run", "look_at", "state_of"]
 
 MAX_SCAN_BYTES = 32 * 2**20
 CHUNK_BYTES = 2**18
@@ -74,6 +75,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     last_step_age_s: float | None = None
     results: dict[str, float] = {}
     """Results of the last evaluation."""
+    evaluator: CheckpointEvaluated | None = None
+    """The last checkpoint that an evaluator beside the training has evaluated."""
     checkpoint: SavedCheckpoint | None = None
     events_dropped: int = 0
     last_warning: str | None = None
@@ -128,7 +131,7 @@ def look_at(path: Path, *, ask: bool = True) -> RunStatus:
     overview = RunStatus(
         run=record.run,
         path=readable(str(path)),
-        state=record.status if record.created else "unknown",
+        state=state_of(record),
         exit_code=record.exit_code,
         command=record.command,
         pid=record.pid or None,
@@ -136,8 +139,6 @@ def look_at(path: Path, *, ask: bool = True) -> RunStatus:
         started_s=_seconds(record.created) or None,
         restarts=max(attempts_of(path), default=1) - 1,
     )
-    if overview.state == "running" and not _is_alive(record):
-        overview.state = "died"
     for file in sorted((path / "events").glob("*.jsonl")):
         _add_events(overview, _last_events(file))
     overview.used.sort(key=lambda one: one.rank)
@@ -145,6 +146,13 @@ def look_at(path: Path, *, ask: bool = True) -> RunStatus:
         _ask_agent(overview, path)
     overview.slow = _still_slow(overview.slow, overview.generation)
     return overview
+
+
+def state_of(record: RunRecord) -> str:
+    """As `RunStatus.state`."""
+    if not record.created:
+        return "unknown"
+    return "died" if record.status == "running" and not _is_alive(record) else record.status
 
 
 def _still_slow(reports: list[Straggler], generation: str | None) -> list[Straggler]:
@@ -175,6 +183,8 @@ def _add_events(overview: RunStatus, seen: dict[Hashable, Event]) -> None:
                 overview.checkpoint = SavedCheckpoint(event.step, event.path, now_s - event.time_s)
             case Evaluated():
                 overview.results = event.results
+            case CheckpointEvaluated():
+                overview.evaluator = event
             case RunEnded():
                 overview.events_dropped = max(overview.events_dropped, event.dropped)
             case ResourcesUsed():
@@ -187,7 +197,10 @@ def _add_events(overview: RunStatus, seen: dict[Hashable, Event]) -> None:
                 overview.last_lost = f"rank {event.rank} on {event.host} (pid {event.pid}): {event.reason}"
 
 
-_WANTED = (RunStarted, StepDone, CheckpointSaved, Evaluated, ResourcesUsed, RunEnded, Straggler, Warned, WorkerLost)
+_WANTED = (
+    *(RunStarted, StepDone, CheckpointSaved, Evaluated, CheckpointEvaluated, ResourcesUsed, RunEnded, Straggler),
+    *(Warned, WorkerLost),
+)
 _BY_PREFIX = {f'{{"event":"{kind.__name__}"'.encode(): kind for kind in _WANTED}
 
 

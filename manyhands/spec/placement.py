@@ -81,6 +81,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which other hosts reach this one."""
     trains: bool = True
     """True if this task trains or runs a server; False if it only waits for the run to end."""
+    evaluates: bool = False
+    """This task, which does not train, evaluates the run's checkpoints."""
     total_workers: int | None = None
     """Over all hosts, if they have different numbers of workers."""
     elastic: tuple[int, int] | None = None
@@ -253,6 +255,7 @@ def from_cluster(task: ClusterTask, launch: LaunchSection, machine: Machine) -> 
         master=task.chief_address,
         listen=listen if num_hosts > 1 else None,
         trains=task.trains,
+        evaluates=task.job == "evaluator",
         begins_with_fewer=launch.elastic is not None and num_hosts > 1,
         announce=task.chief_address if others_wait else None,
     )
@@ -264,7 +267,7 @@ def from_cluster_with_servers(task: ClusterTask, launch: LaunchSection, machine:
     Without ps tasks, the servers run on the first host.
     """
     if (task.job, task.index) not in task.hosts:
-        return from_cluster(task, launch, machine)  # an evaluator, which waits
+        return from_cluster(task, launch, machine)  # an evaluator
     training = [host for host in task.hosts if host[0] == "worker"]
     _check_servers(task, launch, training)
     workers = launch.workers or _most(launch, len(training)) or machine.default_workers

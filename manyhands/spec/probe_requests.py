@@ -1,4 +1,4 @@
-"""Requests of `mh check`, `mh plan show`, `mh profile` and `mh graph` to the processes that they start.
+"""Requests of `mh check`, `mh plan show`, `mh profile`, `mh graph` and `mh evaluate` to the processes that they start.
 
 They are passed through the environment.
 """
@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 
-from manyhands.spec.load import GRAPH_VARIABLE, PLAN_VARIABLE, checked, environment, profiled
+from manyhands.spec.load import EVALUATE_VARIABLE, GRAPH_VARIABLE, PLAN_VARIABLE, checked, environment, profiled
 
 __all__ = [
     "CheckOrder",
+    "EvaluateOrder",
     "GraphOrder",
     "PlanOrder",
     "ProfileOrder",
+    "evaluate_order",
     "graph_order",
     "order_of_this_worker",
     "plan_order",
@@ -89,3 +91,18 @@ def graph_order() -> GraphOrder | None:
     """None where `mh graph` did not start this process."""
     text = environment().get(GRAPH_VARIABLE, "")
     return msgspec.json.decode(text, type=GraphOrder) if text else None
+
+
+class EvaluateOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Evaluate the checkpoints of a run with the script's trainer, and train nothing."""
+
+    flags: dict[str, Any] = {}
+    """Settings from the command line, by dotted key; the run directory among them, unless the script sets it."""
+    as_json: bool = False
+    """Print events as JSON lines on stdout."""
+
+
+def evaluate_order() -> EvaluateOrder | None:
+    """None where neither `mh evaluate` nor `mh run`, as the evaluator of a cluster, started this process."""
+    text = environment().get(EVALUATE_VARIABLE, "")
+    return msgspec.json.decode(text, type=EvaluateOrder) if text else None

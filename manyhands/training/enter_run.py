@@ -8,7 +8,9 @@ return. Start reading at `enter`.
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from manyhands.control.session.run_session import RunSession
@@ -16,6 +18,7 @@ from manyhands.control.session.session import Session
 from manyhands.errors import SpecError, UsageError
 from manyhands.launcher import launch
 from manyhands.launcher.cluster_server import Server
+from manyhands.launcher.evaluator_session import EvaluatorSession
 from manyhands.launcher.placers.seats import find_seat, only_task
 from manyhands.launcher.script_exit import watch_ending
 from manyhands.launcher.solo_run import SoloSession
@@ -25,7 +28,15 @@ from manyhands.launcher.worker_process.template import modules_from_elsewhere, v
 from manyhands.spec import load
 from manyhands.spec.cluster import ClusterTask
 from manyhands.spec.load import Resolved
-from manyhands.spec.probe_requests import GraphOrder, PlanOrder, graph_order, order_of_this_worker, plan_order
+from manyhands.spec.probe_requests import (
+    EvaluateOrder,
+    GraphOrder,
+    PlanOrder,
+    evaluate_order,
+    graph_order,
+    order_of_this_worker,
+    plan_order,
+)
 from manyhands.spec.worker_identity import WorkerIdentity
 from manyhands.strategies.choices import Single
 from manyhands.strategies.registry import STRATEGIES
@@ -45,6 +56,9 @@ from manyhands.training.worker.worker import Worker, _current_session
 __all__ = ["enter"]
 
 
+EVALUATOR_FLAGS = ("launch.threads", "launch.ui", "launch.verbose", "launch.memory_format")
+"""Settings of the launch that an evaluator obeys; the others are about the workers of the run."""
+
 _script: ScriptTrainings | None = None
 """The trainings of this process, once there is one."""
 
@@ -60,6 +74,9 @@ def enter(
     order = plan_order() or graph_order()
     if order is not None:
         return _planning_worker(as_strategy(strategy), order, arguments)
+    beside = evaluate_order()
+    if beside is not None:
+        return _evaluating_worker(as_strategy(strategy), beside, arguments, kind)
     in_test: tuple[Any, ScriptTrainings | None] = _current_session.get() or (None, None)
     session, script = in_test
     identity = session.identity if session is not None else load.own_identity()
@@ -96,6 +113,9 @@ def enter(
     if identity is None:
         task = _task_of(chosen)
         if launch.needs_launcher(resolved, task=task):
+            here = task or load.cluster_task(load.environment())
+            if here is not None and here.job == "evaluator" and kind == "Trainer":
+                return _evaluating_worker(chosen, EvaluateOrder(), arguments, kind)
             launch.become_launcher(resolved, task=task)
         worker = Worker(_solo(resolved), resolved, chosen, kind)
         if resolved.spec.launch.allocator == "keep":  # workers of a launcher get this through their environment
@@ -130,6 +150,33 @@ def _planning_worker(chosen: StrategyChoice, order: PlanOrder | GraphOrder, argu
     graph = order if isinstance(order, GraphOrder) else None
     worker.planned = Planned(chosen, workers, resolved.spec.train.slices, order.path, graph)
     return worker
+
+
+def _evaluating_worker(chosen: StrategyChoice, order: EvaluateOrder, arguments: Mapping[str, Any], kind: str) -> Worker:
+    """The single process that evaluates a run's checkpoints. How the run divides its work does not matter to it."""
+    watch_ending()
+    if kind != "Trainer":
+        task = _task_of(chosen) or load.cluster_task(load.environment())
+        if task is not None and not task.trains:  # as the other tasks that do not train
+            print("This script has its own loop, so its evaluator waits for the end of the run.", file=sys.stderr)
+            raise SystemExit(launch.wait_for_end(task.chief_address))
+        raise UsageError(
+            "This script has its own training loop, so it is not known how to evaluate its checkpoints.",
+            where="mh evaluate",
+            fix=["mh.Trainer(...).fit(..., validation=...)"],
+        )
+    mine = {key: value for key, value in order.flags.items() if not key.startswith("launch.") or key in EVALUATOR_FLAGS}
+    alone = {"train.strategy": "single", "launch.workers": 1, "launch.elastic": "none", "launch.servers": "none"}
+    resolved = load.resolve(flags={**mine, **alone}, arguments={**arguments, "threads": chosen.threads})
+    run_dir = resolved.spec.run.run_dir
+    if run_dir is None:
+        raise UsageError(
+            "An evaluator reads the checkpoints of the run, but it is not known where the run keeps them.",
+            where="the evaluator's task",
+            fix=["--run-dir DIR, the same on every task, a directory that all of them share", "run_dir= in the script"],
+        )
+    script = _own_script(lambda: EvaluatorSession(resolved, Path(run_dir), as_json=order.as_json))
+    return Worker(script, resolved, Single(), kind)
 
 
 def _missing_devices(strategy: StrategyChoice, identity: WorkerIdentity) -> Iterator[str]:

@@ -200,8 +200,10 @@ class Trainer:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the chief, which writes and prints for all: true on one worker of a run."""
-        return bool(self._run.worker.is_chief)
+        """Whether this worker is the chief, which writes and prints for all: true on one worker of a run. An evaluator
+        is never the chief."""
+        worker = self._run.worker
+        return bool(worker.is_chief) and not worker.is_evaluator
 
     @property
     def run_dir(self) -> Path:
@@ -245,7 +247,8 @@ class Trainer:
     ) -> History:
         """Train for `epochs`, or for `steps` more steps. Returns a row for each epoch or validation.
 
-        Continues an unfinished run of the same run directory unless `resume="never"`. All workers must call it.
+        Continues an unfinished run of the same run directory unless `resume="never"`. All workers must call it. On an
+        evaluator it trains nothing: it evaluates `validation` for each checkpoint that the run commits.
 
         Args:
             data: A tuple or dict of tensors or arrays, an `mh.Dataset`, a torch Dataset, a DataLoader, a generator
@@ -283,6 +286,12 @@ class Trainer:
         asked = {"validate_every": validate_every, "validate_every_s": validate_every_s}
         check_validations(asked, validates=validation is not None or validation_split is not None)
         check_train_metrics(train_metrics, run.parts.metrics)
+        reading = {"collate": collate, "num_workers": num_workers}
+        if run.worker.is_evaluator:
+            run.begin_call("fit")
+            source, held_out = _sources(run, data, validation, validation_split, reading, batched, order)
+            size = run.batch_size(source, batch_size, batch_per_worker)
+            return History(run.follow(_to_evaluate(held_out), size, ends_with_call=resume == "auto"))
         run.offer(data, collate, batch_size or batch_per_worker, batched=batched)
         if run.graph is not None:
             run.graph.call_model(run.sample().batch)
@@ -292,7 +301,6 @@ class Trainer:
         run.begin_call("fit", resume=resume == "auto")
         if run.calls.already_done:
             return History(run.calls.recorded())
-        reading = {"collate": collate, "num_workers": num_workers}
         source, held_out = _sources(run, data, validation, validation_split, reading, batched, order)
         evaluated = _evaluated(run, source, held_out, train_metrics)
         if early_stop is not None:
@@ -487,6 +495,16 @@ def _sources(
     if validation is not None:
         raise DataError("validation and validation_split were both given.", fix=["one of them"])
     return split(source, validation_split)
+
+
+def _to_evaluate(held_out: Source | None) -> Source:
+    if held_out is None:
+        raise DataError(
+            "This process evaluates the run's checkpoints, but its fit has nothing to evaluate them on.",
+            where="fit",
+            fix=["validation=(x, y), data that is not trained on", "validation_split=0.1"],
+        )
+    return held_out
 
 
 def _evaluated(run: Run, source: Source, held_out: Source | None, train_metrics: int | None) -> dict[str, Source]:

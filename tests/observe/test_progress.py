@@ -15,6 +15,7 @@ import pytest
 
 from manyhands.control.messages.failure import Failure, WorkerEnd, render
 from manyhands.events import (
+    CheckpointEvaluated,
     CheckpointFailed,
     CheckpointSaved,
     Divided,
@@ -133,6 +134,12 @@ def test_every_kind_of_event_has_its_line_or_none():
     assert line_of(EpochDone(epoch=2, step=90, results={"loss": 0.25})) == "epoch 3 done at step 90  loss 0.25"
     assert line_of(Evaluated(step=9, rows=360, results={"accuracy": 0.97})) == (
         "evaluated 360 examples at step 9  accuracy 0.97"
+    )
+    beside = CheckpointEvaluated(
+        step=9, rows=360, results={"loss": 0.5}, seconds=0.1, call=1, commit=(1, 1, 2), digest="", step_s=0.03
+    )
+    assert line_of(beside) == (
+        "checkpoint of step 9  loss 0.5  (360 examples, 3600 a second; training's steps take 30 ms meanwhile)"
     )
     assert line_of(Logged(step=4, values={"mine": 1.0})) == "logged at step 4  mine 1"
     assert line_of(saved(70)) == "saved checkpoint of step 70 (12 MB in 0.2 s)"

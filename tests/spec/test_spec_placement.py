@@ -4,7 +4,7 @@ import pytest
 
 from manyhands.errors import SpecError
 from manyhands.spec.cluster import ClusterTask
-from manyhands.spec.placement import Machine, from_cluster, from_settings, from_torchrun
+from manyhands.spec.placement import Machine, from_cluster, from_cluster_with_servers, from_settings, from_torchrun
 from manyhands.spec.run import LaunchSection
 
 CPUS = Machine(4, 0)
@@ -115,6 +115,13 @@ def test_a_cluster_task_is_a_host_of_the_run():
     assert (worker.host_rank, worker.master, worker.listen) == (1, ("10.0.0.1", 1), "10.0.0.2")
     server = from_cluster(ClusterTask(CLUSTER, "ps", 0), NONE_ASKED, CPUS)
     assert (server.trains, server.master, server.announce) == (False, ("10.0.0.1", 1), None)
+    assert not (chief.evaluates or worker.evaluates or server.evaluates)
+
+
+@pytest.mark.parametrize("placed", [from_cluster, from_cluster_with_servers])
+def test_the_evaluator_of_a_cluster_is_no_host_of_the_run(placed):
+    evaluator = placed(ClusterTask(CLUSTER, "evaluator", 0), NONE_ASKED, CPUS)
+    assert (evaluator.trains, evaluator.evaluates, evaluator.host_rank) == (False, True, None)
 
 
 def test_a_lone_trainer_shows_waiting_tasks_that_the_run_lasts():

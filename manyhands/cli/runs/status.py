@@ -14,7 +14,7 @@ from manyhands import exact_json
 from manyhands.control.messages.agent_messages import LentHost
 from manyhands.control.messages.status_messages import MemberStatus, ServerStatus
 from manyhands.errors import UsageError
-from manyhands.observe.event_text import clean, count, duration, results, size, slow_line, used_lines
+from manyhands.observe.event_text import clean, count, duration, evaluated_beside, results, size, slow_line, used_lines
 from manyhands.observe.run_status import RunStatus, all_runs, find_run, look_at
 from manyhands.observe.terminal import BottomLines, columns, is_terminal
 
@@ -131,6 +131,7 @@ def _lines(overview: RunStatus) -> list[str]:
         ("speed", _speed(overview)),
         ("evaluated", results(overview.results)),
         ("checkpoint", _checkpoint(overview)),
+        ("evaluator", _evaluator(overview)),
         ("elastic", _elastic(overview)),
         ("restarts", _restarts(overview)),
         ("dropped", f"{overview.events_dropped} events could not be recorded" if overview.events_dropped else ""),
@@ -226,6 +227,11 @@ def _checkpoint(overview: RunStatus) -> str:
         return "none seen"
     saved = overview.checkpoint
     return f"step {saved.step}, {duration(saved.age_s)} ago, {saved.path}"
+
+
+def _evaluator(overview: RunStatus) -> str:
+    seen = overview.evaluator
+    return f"step {seen.step}, {duration(time.time() - seen.time_s)} ago, {evaluated_beside(seen)}" if seen else ""
 
 
 def _restarts(overview: RunStatus) -> str:

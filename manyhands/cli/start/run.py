@@ -18,9 +18,10 @@ from manyhands import exact_json
 from manyhands.cli.common.json_display import display_for
 from manyhands.cli.common.misplaced_flags import behind_the_script, notes_on_arguments
 from manyhands.cli.common.setting_options import BOTH_SPELLINGS, LIFELINE_HELP, settings_options, take_settings
+from manyhands.control.agent.preflight import imports_manyhands
 from manyhands.control.messages.launch_request import WorkerCommand
 from manyhands.errors import UsageError
-from manyhands.launcher.launch import describe, launch_command, make_request, place, script_command
+from manyhands.launcher.launch import describe, evaluate_here, launch_command, make_request, place, script_command
 from manyhands.launcher.placers.shell import PlacingOptions, is_elsewhere, start_elsewhere
 from manyhands.recipes import RECIPES
 from manyhands.spec.flag_conflicts import check_flags
@@ -214,6 +215,8 @@ def run(
     if dry_run:
         _print_plan(describe(request, placement, environ), as_json)
         return 0
+    if placement.evaluates and imports_manyhands(command):  # one that does not would train here, alone
+        evaluate_here(command, resolved.flags(), request.environment, as_json=as_json)
     return launch_command(request, placement, display_for(resolved, environ, as_json=as_json))
 
 

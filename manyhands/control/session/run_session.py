@@ -17,7 +17,8 @@ __all__ = ["RunSession"]
 class RunSession(Protocol):
     """Has three implementations, which are alike to their users.
 
-    `session.Session` is for a process with an agent, `launcher.solo_run.SoloSession` for one that is its own launcher,
+    `session.Session` is for a process with an agent, `launcher.solo_run.SoloSession` for one that is its own launcher
+    (`launcher.evaluator_session.EvaluatorSession`, which derives from it, for one that only evaluates a run), and
     `testing.pool_session.PoolSession` for ranks of tests. Elastic runs and parameter servers need more of an agent than
     this: `training.worker.worker.Worker.agent_session`.
     """

@@ -48,6 +48,11 @@ class RecordedCalls:
         return self.number < self.resume_at or self._is_past
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the run has recorded this call, for a process that only reads the run."""
+        return self._path().exists()
+
+    @property
     def is_resumed(self) -> bool:
         """Whether this is the call in which the loaded checkpoint was taken."""
         return self.number == self.resume_at

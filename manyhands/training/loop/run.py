@@ -47,6 +47,7 @@ from manyhands.strategies.loss_check import LossCheck
 from manyhands.strategies.model_parallel import Mesh, microbatches
 from manyhands.strategies.replicated import Replicated
 from manyhands.training.elastic.regroup import Regroup
+from manyhands.training.loop.checkpoint_follower import CheckpointFollower
 from manyhands.training.loop.fit_history import FitSettings
 from manyhands.training.loop.recorded_calls import RecordedCalls
 from manyhands.training.loop.setting_checks import (
@@ -106,6 +107,7 @@ class Run:
         self.regrouping = Regroup(worker, self._regrouped)
         self.calls: RecordedCalls
         self._shown_checkpoint: Path | None = None
+        self._follower: CheckpointFollower | None = None
         worker.script.watch(self)
         self._warnings: list[str] = []
 
@@ -133,7 +135,7 @@ class Run:
         """Commit the initial state of a second or later training of the script. It may be a copy of an earlier
         training's weights, and in a resumed run those weights are newer than they were here.
         """
-        if self.worker.is_waiting or self.worker.is_server:
+        if self.worker.is_waiting or self.worker.is_server or self.worker.is_evaluator:
             return
         saver = Saver(self.worker, self.ready(), self.spec.checkpoint)
 
@@ -258,13 +260,17 @@ class Run:
             )
         )
         self.regrouping.end_if_replica_incomplete()
-        if worker.is_chief:
+        if worker.is_chief and not worker.is_evaluator:
             make_directory(worker.home)
-        self.calls = RecordedCalls(worker.home / "calls", writes=lambda: worker.is_chief, warn=worker.events.warn)
+        self.calls = RecordedCalls(
+            worker.home / "calls",
+            writes=lambda: worker.is_chief and not worker.is_evaluator,
+            warn=worker.events.warn,
+        )
         if worker.is_waiting:
             self._set_up_for_joining()
         while self._training is None:
-            self._set_up(resume)
+            self._set_up(resume and not worker.is_evaluator)
         for text in self._warnings:
             self.worker.events.warn(text)
         return self._training
@@ -610,6 +616,20 @@ class Run:
             return named, sum(rows for _, rows in found.values())
 
         return self.regrouping.evaluated(work)[0]
+
+    def follow(self, source: Source, batch_size: int, *, ends_with_call: bool) -> list[dict[str, float]]:
+        """On an evaluator, in place of a call of `fit`: evaluate what the run commits, until the call has ended there.
+
+        Without `ends_with_call` its record may be of an earlier launch, and the end of the run counts.
+        """
+        if self._follower is None:
+            self._follower = CheckpointFollower(self.worker, self.ready())
+        calls = self.calls
+        return self._follower.follow(
+            calls.number,
+            lambda: self._evaluate(source, batch_size),
+            lambda: ends_with_call and calls.is_recorded,
+        )
 
     def _evaluate(self, source: Source, batch_size: int) -> tuple[dict[str, float], int]:
         pieces = self.pieces(source, batch_size)

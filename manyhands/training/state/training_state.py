@@ -255,7 +255,7 @@ class TrainingState:
         rest, tensors = unpack(stored.state["training"], stored.tensors()), stored.tensors()
         weights = {name.removeprefix("model/"): one for name, one in tensors.items() if name.startswith("model/")}
         tied = {name: weights[first] for name, first in rest["aliases"].items()}
-        self.model.load_state_dict({**weights, **tied, **rest["model_extra"]})
+        load_model_state(self.model, {**weights, **tied, **rest["model_extra"]})
 
     def restore(self, loaded: CheckpointBroadcast) -> None:
         """Load a checkpoint. Call it on all workers."""

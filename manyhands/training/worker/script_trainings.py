@@ -21,6 +21,7 @@ from torch import nn
 from manyhands.comm.axis import Axis
 from manyhands.control.session.run_session import RunSession
 from manyhands.errors import ManyhandsError, SpecError, UsageError
+from manyhands.launcher.evaluator_session import record_of
 from manyhands.launcher.solo_run import SoloSession
 from manyhands.launcher.worker_process.user_tracebacks import OURS
 from manyhands.observe.recorder import Recorder
@@ -124,7 +125,7 @@ class ScriptTrainings:
     def open_record(self) -> None:
         """Open the record of the run, unless it is open, if this worker is the chief of its present group."""
         if self.recorder is None and self.session.group.rank == 0:
-            self.recorder = Recorder(self.session.run_dir / "events" / "chief.jsonl")
+            self.recorder = Recorder(self.session.run_dir / "events" / record_of(self.session))
             if isinstance(self.session, SoloSession):
                 self.session.recorder = self.recorder
 

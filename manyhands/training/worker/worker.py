@@ -25,6 +25,7 @@ from manyhands.control.messages.worker_messages import WorkerPosition
 from manyhands.control.session.run_session import RunSession
 from manyhands.control.session.session import RunFacts, Session
 from manyhands.errors import EnvironmentProblem, Preempted, UsageError
+from manyhands.launcher.evaluator_session import EvaluatorSession
 from manyhands.launcher.worker_process import process_settings
 from manyhands.native import why_not
 from manyhands.observe.run_events import RunEvents
@@ -197,6 +198,8 @@ class Worker(GridPosition):
         devices = ("cpu",) if identity.is_server else strategy.devices
         self.device = process_settings.choose_device(devices, identity.local_rank)
         self.in_trial = load.in_trial()
+        self.is_evaluator = isinstance(session, EvaluatorSession)
+        """Whether this process evaluates the checkpoints of a run beside it, and so writes nothing else."""
         self.planned: Planned | None = None
         """Set under `mh plan show`, where the script is planned, not trained."""
         self._key_prefix, self._connected = script.connections(f"{self.device} {spec.comm.plane} {spec.comm.timeout_s}")
