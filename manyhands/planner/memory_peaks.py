@@ -12,7 +12,8 @@ from typing import NamedTuple
 __all__ = ["Counted", "Peaks", "divided", "gathered", "in_shards", "one_copy", "replica"]
 
 TEMPORARIES = 3
-"""How many gradients of its largest tensor a backward pass has at a time: those of two uses, and their sum."""
+"""How many gradients of its largest tensor a backward pass has at a time: those of two uses, and their sum. A tensor
+that is used once has one."""
 GATHERED = 4
 """A block's values twice while they are gathered, its gradients, and those flattened for the reduction."""
 ALLOCATOR_OVERHEAD = 1.1
@@ -50,13 +51,15 @@ class Peaks(NamedTuple):
         return max(self._fields, key=lambda phase: int(getattr(self, phase)))
 
 
-def divided(own: Counted, *, largest: int, tied: int, replicas: int) -> Peaks:
-    """Each worker has a part of its replica. `largest`: the largest tensor of that part.
+def divided(own: Counted, *, largest: int, tied: int, replicas: int, used_twice: bool) -> Peaks:
+    """Each worker has a part of its replica. `largest`: the largest tensor of that part, `used_twice`: that or another.
 
     `tied`: all stages' gradients of tied weights, and their sums, which are made after backward.
     """
     summed = 0 if replicas == 1 else 1 if replicas == 2 else 3  # gradients are flattened for sending, and split again
-    backward = own.partials * own.gradients + own.activations + TEMPORARIES * largest
+    # Backward frees activations as it makes a slice's gradients: it ends with the ones, and began with the others.
+    slices = (own.partials - 1) * own.gradients + max(own.gradients, own.activations)
+    backward = slices + (TEMPORARIES if used_twice else 1) * largest
     step = own.weights + own.states + summed * own.gradients + max(backward, own.gradients + tied)
     save = own.weights + own.gradients + own.states + 2 * own.largest * own.is_chief
     return _peaks(own.whole + 2 * own.largest, step, save)

@@ -133,7 +133,9 @@ def judge(
     unknown = [cause for cause in ("data", "exchange") if cause not in removed and not (alone and cause == "exchange")]
     shares[" or ".join(["computation", *unknown])] = max(0.0, 1.0 - sum(shares.values()))
     largest = max(shares, key=lambda cause: shares[cause])
-    too_noisy = noise.controls > TOO_NOISY and shares[largest] < 0.5 + noise.controls
+    # A share is 1 less a ratio of two times, so an error in them counts as far as that ratio is large.
+    wrong_by = noise.controls * (1.0 - shares[largest] if largest in removed else 1.0)
+    too_noisy = noise.controls > TOO_NOISY and shares[largest] < 0.5 + wrong_by
     return Verdict(
         step_s=median(one.as_is for one in rounds),
         noise=noise,

@@ -43,12 +43,11 @@ class Rows(torch.utils.data.Dataset):
 if __name__ == "__main__":
     train(lambda: nn.Linear(16, 4), Rows(), 32)
 """
-# 40 MB of gradients over sockets in each step, for two rows: they are read from the weights once.
+# Two rows, and 400 gradients of 1 kB that are sent one by one: the exchange waits for sockets 400 times in each step.
 SLOW_EXCHANGE = f"""{HEAD}
 if __name__ == "__main__":
-    data = torch.randint(40, (64, 1)), torch.arange(64) % 4
-    model = lambda: nn.Sequential(nn.Embedding(40, 250), nn.Flatten(), nn.Linear(250, 40_000), nn.Linear(40_000, 4))
-    train(model, data, 2)
+    data = torch.randn(64, 16), torch.arange(64) % 4
+    train(lambda: nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(400))), data, 2)
 """
 # Nothing to read and 2 kB to exchange, but a loss that computes for long.
 SLOW_COMPUTATION = f"""{HEAD}
@@ -109,7 +108,7 @@ def test_slow_data_is_found_and_a_loader_process_gets_part_of_it(tmp_path: Path)
 
 @pytest.mark.long
 def test_slow_exchange_is_found(tmp_path: Path) -> None:
-    report = report_of(tmp_path, SLOW_EXCHANGE, "--plane", "gloo")
+    report = report_of(tmp_path, SLOW_EXCHANGE, "--plane", "gloo", "--bucket-bytes", "1024")
     assert report["verdict"]["holds_back"] == "exchange", report["verdict"]
     assert saved(report, "no exchange") > 0.3
 

@@ -51,6 +51,7 @@ def test_a_saving_within_the_noise_of_two_equal_trials_is_none() -> None:
 def test_where_equal_trials_differ_wildly_nothing_is_blamed() -> None:
     assert judge(WAYS, rounds(0.9, 0.9, drift=0.6)).holds_back is None
     assert judge(WAYS, rounds(0.02, 1.0, drift=0.4)).holds_back == "data"  # 50 times faster is beyond any noise
+    assert judge(WAYS, rounds(1.0, 0.25, drift=0.3)).holds_back == "exchange"  # an error of 30 % in a quarter of a step
 
 
 def test_a_cost_that_could_not_be_tried_is_named_with_what_is_left() -> None:

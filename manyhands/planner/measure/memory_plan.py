@@ -259,6 +259,9 @@ class _MemoryCounter:
         self._choice, self._grid, self._layers, self._stages = choice, grid, layers, stages
         tensors = [*model.parameters(), *model.buffers()]
         self._whole, self._largest = num_bytes(tensors), max((num_bytes([one]) for one in tensors), default=0)
+        self._used_twice = len(dict(model.named_parameters(remove_duplicate=False))) > len(
+            dict(model.named_parameters())
+        )
         self._trained = num_bytes(one for one in model.parameters() if one.requires_grad) / max(1, self._whole)
         found = optimizer.optimizers.values() if isinstance(optimizer, SeveralOptimizers) else [optimizer]
         self._per_weight = max(states_per_weight(one) for one in found)
@@ -313,7 +316,7 @@ class _MemoryCounter:
             layers = (layer.bytes_per_worker for layer in self._mine(stage))
             tied = _Tied(0, 0) if self._stages is None else self._stages.tied(stage)
             largest = min(self._largest, max(tied.elsewhere, *layers, 0))
-            return divided(own, largest=largest, tied=tied.sums, replicas=self._grid.data)
+            return divided(own, largest=largest, tied=tied.sums, replicas=self._grid.data, used_twice=self._used_twice)
         if STRATEGIES[self._choice.name].one_copy and self._grid.data > 1:
             return one_copy(own, workers=self._grid.data)
         return replica(own)
