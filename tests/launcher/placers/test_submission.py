@@ -26,14 +26,14 @@ def placed(
 ) -> PlacedRun:
     found = {**HOME, **(environ or {})}
     resolved = resolve(flags=flags, arguments=arguments, environ=found)
-    return placed_run(resolved, SCRIPT, "/home/ada/work", found, "mh run")
+    return placed_run(resolved, SCRIPT, "/home/ada/project", found, "mh run")
 
 
 def test_flags_go_on_and_those_of_the_cluster_do_not():
     run = placed(on="slurm", hosts="2", queue="gpu", insecure_data_plane=True, seed=3, every_s="none", check_loss=False)
     assert run.settings == ("--seed=3", "--no-check-loss", "--insecure-data-plane", "--every-s=none", "--grace=50")
     assert run.script == ("train.py", "--lr", "0.1")
-    assert run.run_dir.startswith("/home/ada/work/runs/") and run.jobs_dir == "/home/ada/.manyhands/jobs"
+    assert run.run_dir.startswith("/home/ada/project/runs/") and run.jobs_dir == "/home/ada/.manyhands/jobs"
 
 
 def test_workers_of_a_script_that_places_itself_are_started_by_its_number():
@@ -58,14 +58,14 @@ def test_a_function_and_a_module_are_what_they_are():
 
 def test_files_that_have_other_directories_above_them_there_are_named_from_the_working_directory():
     """A script that places itself is known by its whole path."""
-    script = WorkerCommand("script", "/home/ada/work/deep/train.py", [])
+    script = WorkerCommand("script", "/home/ada/project/deep/train.py", [])
     for flags in ({"on": "slurm", "code": "ship"}, {"on": "kubernetes", "image": "i"}):
         resolved = resolve(flags=flags, environ=HOME)
-        assert placed_run(resolved, script, "/home/ada/work", HOME, "mh run").script == ("deep/train.py",)
+        assert placed_run(resolved, script, "/home/ada/project", HOME, "mh run").script == ("deep/train.py",)
         with pytest.raises(UsageError, match="is not below /home/ada/other"):
             placed_run(resolved, script, "/home/ada/other", HOME, "mh run")
     stays = resolve(flags={"on": "slurm"}, environ=HOME)
-    assert placed_run(stays, script, "/x", HOME, "mh run").script == ("/home/ada/work/deep/train.py",)
+    assert placed_run(stays, script, "/x", HOME, "mh run").script == ("/home/ada/project/deep/train.py",)
 
 
 @pytest.mark.parametrize(
